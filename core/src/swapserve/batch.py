@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Slice:
-    """Positions [start, start + count) of `request.tokens + request.draft`, computed in one step."""
+    """Positions [start, start + count) of `request.tokens + request.draft`, computed in one step.
+
+    What it says of the request holds until the step's tokens are accepted.
+    """
 
     request: Request
     start: int

@@ -58,7 +58,8 @@ class Engine:
         self._watchers = Watchers(plugins)
         self._random = random.Random(seed)
         self._ids = count()
-        self._plan: StepPlan | None = None
+        self.last_plan: StepPlan | None = None
+        """The plan of the step that ran last, or is running."""
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +117,7 @@ class Engine:
         executor raises; `recover` then ends the requests that the step held.
         """
         times = [self.clock.now()]
-        plan = self._plan = StepPlan(self.waiting, self.running, self.kv, self.limits, times[0])
+        plan = self.last_plan = StepPlan(self.waiting, self.running, self.kv, self.limits, times[0])
         self.scheduler.schedule(plan)
         self._settle(plan)
         self._watchers.notify("swapserve_step_planned", plan=plan)
@@ -141,7 +142,7 @@ class Engine:
         When the step held none (a scheduler that raised at once, a stall), everyone who runs is ended, and
         when no one runs, everyone who waits: the engine always gets on.
         """
-        plan, self._plan = self._plan, None
+        plan, self.last_plan = self.last_plan, None
         held: list[Request] = []
         if plan is not None:
             self._settle(plan)
