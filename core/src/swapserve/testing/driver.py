@@ -73,8 +73,9 @@ class Driver:
         self.requests: list[Request] = []
         self.ended: dict[str, FinishReason] = {}
         self._rejected: list[tuple[int, ...]] = []
+        self.step_engine: Callable[[], list[Output]] = engine.step
 
-    def run(self, max_steps: int = 3000) -> Driven:
+    def run(self, max_steps: int = 3000, before_idle: Callable[[], None] = lambda: None) -> Driven:
         """Play the workload to its end; raises `AssertionError` on the first thing that is wrong."""
         arrivals = list(self.workload.arrivals)
         aborts: dict[int, list[str]] = {}
@@ -95,6 +96,7 @@ class Driver:
                 self.submit(self._rejected.pop(), {"temperature": 0.0, "max_tokens": 1}, None)
         for request in self.requests:
             self._check_answer(request)
+        before_idle()
         check_idle(self.engine)
         self.driven.num_requests = len(self.requests)
         self.driven.num_preemptions = self.engine.num_preemptions
@@ -122,7 +124,7 @@ class Driver:
     def step(self) -> None:
         """One step of the engine and all that must hold after it."""
         drafts = {request.id: (len(request.tokens), request.draft) for request in self.engine.running.values()}
-        outputs = self.engine.step()
+        outputs = self.step_engine()
         plan = self.engine.last_plan
         assert plan is not None
         self._check_plan(plan)
