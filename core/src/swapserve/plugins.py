@@ -89,7 +89,11 @@ class Plugins:
             record.traceback = traceback.format_exc()
             logger.warning(
                 "plugin %r of distribution %s %s (%s) is left out: %s",
-                record.name, record.distribution, record.version, record.entry_point.value, record.error,
+                record.name,
+                record.distribution,
+                record.version,
+                record.entry_point.value,
+                record.error,
             )
         record.import_seconds = time.perf_counter() - started
 
@@ -121,8 +125,12 @@ class Plugins:
             if offered.name == name
         ]
         if len({record.distribution for record in named} | {record.distribution for record, _ in offers}) > 1:
-            both = " and ".join(sorted({f"{r.distribution} {r.version}".strip() for r in named + [r for r, _ in offers]}))
-            raise PluginError(f"{kind} {name!r} is offered by {both}: uninstall one, or name it as package.module:Class")
+            both = " and ".join(
+                sorted({f"{r.distribution} {r.version}".strip() for r in named + [r for r, _ in offers]})
+            )
+            raise PluginError(
+                f"{kind} {name!r} is offered by {both}: uninstall one, or name it as package.module:Class"
+            )
         for record in named:
             if record.error is not None:
                 raise PluginError(

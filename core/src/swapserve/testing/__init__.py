@@ -2,7 +2,10 @@
 
 from swapserve.testing.driver import Combination, Driven, Driver
 from swapserve.testing.ghost import GhostExecutor, GhostMismatch, GhostModel, ghost_info, greedy
+from swapserve.testing.kv_suite import KVManagerContract
+from swapserve.testing.scheduler_suite import SchedulerContract
 from swapserve.testing.soundness import check_engine, check_idle, snapshot
+from swapserve.testing.speculator_suite import SpeculatorContract
 from swapserve.testing.workloads import Arrival, Workload, make_workload
 
 __all__ = [
@@ -13,6 +16,9 @@ __all__ = [
     "GhostExecutor",
     "GhostMismatch",
     "GhostModel",
+    "KVManagerContract",
+    "SchedulerContract",
+    "SpeculatorContract",
     "Workload",
     "check_engine",
     "check_idle",

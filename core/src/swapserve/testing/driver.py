@@ -81,7 +81,9 @@ class Driver:
         aborts: dict[int, list[str]] = {}
         while arrivals or self.engine.has_work:
             step = self.driven.num_steps
-            assert step < max_steps, f"{len(self.engine.running)} run, {len(self.engine.waiting)} wait after {step} steps"
+            assert step < max_steps, (
+                f"{len(self.engine.running)} run, {len(self.engine.waiting)} wait after {step} steps"
+            )
             while arrivals and (arrivals[0].step <= step or not self.engine.has_work):
                 arrival = arrivals.pop(0)
                 request = self.submit(arrival.prompt, arrival.params, arrival.cache_salt)
@@ -150,7 +152,9 @@ class Driver:
         assert total + plan.tokens_left == plan.limits.max_num_batched_tokens and plan.tokens_left >= 0, "token budget"
         assert len(self.engine.running) <= plan.limits.max_num_seqs, "more requests run than max_num_seqs"
         for piece in plan.slices.values():
-            assert piece.count > 0 and piece.end <= piece.request.max_len, f"{piece.request.id}: past its greatest length"
+            assert piece.count > 0 and piece.end <= piece.request.max_len, (
+                f"{piece.request.id}: past its greatest length"
+            )
 
     def _take(self, output: Output) -> None:
         name = output.request.id

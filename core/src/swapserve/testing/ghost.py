@@ -67,7 +67,9 @@ class GhostExecutor:
     def execute(self, batch: Batch) -> list[Verdict]:
         """All writes of the batch come before all reads, as the kernels have it."""
         if batch.block_size != self.block_size:
-            raise GhostMismatch(f"the batch has blocks of {batch.block_size} slots, the pool blocks of {self.block_size}")
+            raise GhostMismatch(
+                f"the batch has blocks of {batch.block_size} slots, the pool blocks of {self.block_size}"
+            )
         for work in batch.works:
             self._write(work)
         return [self._judge(work) for work in batch.works]

@@ -1,7 +1,7 @@
 """The contract of a scheduler, as tests to inherit.
 
-    class TestMine(SchedulerContract):
-        policy = MyScheduler
+class TestMine(SchedulerContract):
+    policy = MyScheduler
 """
 
 from __future__ import annotations

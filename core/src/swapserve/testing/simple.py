@@ -106,9 +106,7 @@ def ghost_options(policy: PolicyClass) -> dict[str, Any]:
     return {"model": "ghost:0.7"} if "model" in policy.Options.model_fields else {}
 
 
-def combinations(
-    kind: str, policy: PolicyClass, options: Mapping[str, Any], seed: int
-) -> Iterator[Combination]:
+def combinations(kind: str, policy: PolicyClass, options: Mapping[str, Any], seed: int) -> Iterator[Combination]:
     """The policy under test with partners of the other two kinds: all of the pairs, in an order that the seed shuffles."""
     kinds = [other for other in ("scheduler", "kv", "speculator") if other != kind]
     pairs = list(product(*(partners(other) for other in kinds)))
