@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from swapserve.params import SamplingParams
 from swapserve.plan import Limits
-from swapserve.policies import KVManager, ModelInfo, Scheduler
+from swapserve.policies import KVManager, Scheduler
 from swapserve.request import RequestRefused
 
 

@@ -29,7 +29,7 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The answer to `include`: how many tokens the request computes in this step, or why none. True when it got some."""
+    """The answer to `include`: how many tokens the request computes now, or why none. True when it got some."""
 
     tokens: int
     refused: Refusal | None = None
@@ -119,7 +119,7 @@ class StepPlan:
         return self.limits.max_num_seqs - self._num_running - len(self.admitted)
 
     def cached(self, request: Request) -> int:
-        """How many leading tokens of a waiting request the KV cache holds already; for a running one, what it computed."""
+        """How many leading tokens of a waiting request the KV cache holds; for a running one, what it computed."""
         if request.id in self._running or request.wants_prompt_logprobs:
             return request.computed
         found = self._kv.lookup(request)

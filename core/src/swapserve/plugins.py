@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any
 
 import pluggy
 
@@ -52,7 +52,7 @@ class PluginRecord:
 
     @property
     def offers(self) -> tuple[str, str] | None:
-        """(kind, policy name) as the entry point's name says it, or None for a plugin that watches or offers several."""
+        """(kind, policy name) as the entry point's name says it; None for a plugin that watches or offers several."""
         kind, _, name = self.name.partition("_")
         return (kind, name) if kind in POLICY_KINDS and name else None
 
@@ -212,4 +212,4 @@ def _check_policy(kind: str, policy: Any, where: str) -> PolicyClass:
         raise PluginError(f"{where} {policy.__qualname__}: it does not define {', '.join(missing)}")
     if not isinstance(getattr(policy, "name", None), str):
         raise PluginError(f"{where} {policy.__qualname__}: it needs a class attribute `name`, a string")
-    return cast(PolicyClass, policy)
+    return policy

@@ -78,12 +78,12 @@ class Scheduler(ABC):
     name: ClassVar[str]
     """What `--scheduler` selects it by."""
     splits_prompts: ClassVar[bool] = False
-    """Whether a prompt may be computed over several steps; where not, a prompt longer than a step is refused at submit."""
+    """Whether a prompt may take several steps; where not, a prompt longer than a step is refused at submit."""
 
     class Options(PolicyOptions):
         """No options unless a scheduler defines its own."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PolicyOptions) -> None:
         self.options = options
 
     @abstractmethod
@@ -112,16 +112,16 @@ class KVManager(ABC):
     class Options(PolicyOptions):
         """No options unless a KV manager defines its own."""
 
-    def __init__(self, options: Options, num_slots: int) -> None:
+    def __init__(self, options: PolicyOptions, num_slots: int) -> None:
         self.options = options
         self.num_slots = num_slots
 
     def lookup(self, request: Request) -> int:
-        """How many leading tokens (of `tokens[:-1]`) are stored already. Changes nothing; valid until the next change."""
+        """How many leading tokens (of `tokens[:-1]`) are stored. Changes nothing; valid until the next change."""
         return 0
 
     def awaited(self, request: Request) -> str | None:
-        """Id of the request that holds, not committed yet, the block that comes next after `lookup`'s. Changes nothing."""
+        """Id of the request that holds, not committed yet, the next block after `lookup`'s. Changes nothing."""
         return None
 
     @abstractmethod
@@ -141,7 +141,7 @@ class KVManager(ABC):
         """The ids of the request's blocks, in order of position."""
 
     def commit(self, request: Request) -> None:  # noqa: B027 - a default that may be overridden
-        """`tokens[:computed]` are verified and stored, and may be shared from now on. Slots past them may be taken back.
+        """`tokens[:computed]` are verified and stored: share them from now on. Slots past them may be taken back.
 
         The only place where anything becomes visible to `lookup`. Harmless for a request that holds nothing.
         """
@@ -184,13 +184,13 @@ class Speculator(ABC):
     class Options(PolicyOptions):
         """No options unless a speculator defines its own."""
 
-    def __init__(self, options: Options, target: ModelInfo) -> None:
+    def __init__(self, options: PolicyOptions, target: ModelInfo) -> None:
         self.options = options
         self.target = target
 
     @abstractmethod
     def propose(self, requests: Sequence[Request]) -> Mapping[str, Draft]:
-        """Drafts by request id. A missing or a short answer is fine; one longer than the request's `draft_room` is cut."""
+        """Drafts by request id. A missing or short answer is fine; one longer than `draft_room` is cut."""
 
     def observe(self, request: Request, proposed: int, accepted: int) -> None:  # noqa: B027
         """Of a draft of `proposed` tokens that was verified, the first `accepted` were right."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ChanceExecutor:
-    """The logits after a token are a row of `table` `[vocab, vocab]`; sampling and verification are the engine's own."""
+    """The logits after a token are a row of `table` `[vocab, vocab]`; sampling is the engine's own."""
 
     def __init__(self, table: torch.Tensor) -> None:
         from swapserve.sampler import Sampler

@@ -102,12 +102,12 @@ def partners(kind: str) -> tuple[PolicyClass, ...]:
 
 
 def ghost_options(policy: PolicyClass) -> dict[str, Any]:
-    """Options with which an installed policy runs on the ghost: one that wants a model gets a ghost that is sometimes right."""
+    """Options with which an installed policy runs on the ghost: one that wants a model gets a ghost."""
     return {"model": "ghost:0.7"} if "model" in policy.Options.model_fields else {}
 
 
 def combinations(kind: str, policy: PolicyClass, options: Mapping[str, Any], seed: int) -> Iterator[Combination]:
-    """The policy under test with partners of the other two kinds: all of the pairs, in an order that the seed shuffles."""
+    """The policy under test with every pair of partners of the other kinds, in an order that the seed shuffles."""
     kinds = [other for other in ("scheduler", "kv", "speculator") if other != kind]
     pairs = list(product(*(partners(other) for other in kinds)))
     random.Random(seed).shuffle(pairs)

@@ -1,4 +1,4 @@
-"""Seeded workloads for the ghost: few requests, small blocks, from tight to ample memory, everything that goes wrong."""
+"""Seeded workloads for the ghost: few requests, small blocks, tight to ample memory, and what goes wrong."""
 
 from __future__ import annotations
 
