@@ -30,7 +30,7 @@ class SimpleScheduler(Scheduler):
 
 
 class SimpleKV(KVManager):
-    """Blocks from a free list, given back at the end."""
+    """Blocks from a free list, given back when they are not needed."""
 
     name = "simple"
 
@@ -59,6 +59,11 @@ class SimpleKV(KVManager):
 
     def table(self, request: Request) -> Sequence[int]:
         return self._tables.get(request.id, ())
+
+    def commit(self, request: Request) -> None:
+        table = self._tables.get(request.id, [])
+        while len(table) > -(-request.computed // self.block_size):
+            self._free.append(table.pop())
 
     def free(self, request: Request) -> None:
         self._free.extend(self._tables.pop(request.id, ()))
