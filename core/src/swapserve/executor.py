@@ -56,7 +56,7 @@ class TorchExecutor:
             step = PooledAttention(self._kernels, self._pool, attn_batch)
             hidden = self.model.hidden(input_ids, positions, step)
             if len(rows) < len(hidden):
-                hidden = hidden.index_select(0, torch.tensor(rows.index, device=hidden.device))
+                hidden = hidden.index_select(0, torch.tensor(rows.index, dtype=torch.int64, device=hidden.device))
 
             def logits(begin: int, end: int) -> Tensor:
                 return self.model.logits(hidden[begin:end])
