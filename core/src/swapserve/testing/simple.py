@@ -62,7 +62,7 @@ class SimpleKV(KVManager):
 
     def commit(self, request: Request) -> None:
         table = self._tables.get(request.id, [])
-        while len(table) > -(-request.computed // self.block_size):
+        while len(table) > -(-len(request.tokens) // self.block_size):
             self._free.append(table.pop())
 
     def free(self, request: Request) -> None:

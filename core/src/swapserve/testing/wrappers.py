@@ -56,9 +56,12 @@ class WatchedKV(KVManager):
 
     def commit(self, request: Request) -> None:
         before = snapshot(request)
+        held = list(self.inner.table(request))
         self.inner.commit(request)
-        held = len(self.inner.table(request)) * self.block_size
-        assert held >= request.computed or not held, f"{self.name}: commit took back blocks with verified tokens"
+        kept = list(self.inner.table(request))
+        needed = -(-len(request.tokens) // self.block_size)
+        assert kept == held[: len(kept)], f"{self.name}: commit changed blocks of the table"
+        assert len(kept) >= min(len(held), needed), f"{self.name}: commit took back blocks of verified tokens"
         self._same(before, request, "commit")
 
     def free(self, request: Request) -> None:
