@@ -141,7 +141,7 @@ class KVManager(ABC):
         """The ids of the request's blocks, in order of position."""
 
     def commit(self, request: Request) -> None:  # noqa: B027 - a default that may be overridden
-        """`tokens[:computed]` are verified and stored: share them from now on. Slots past `len(tokens)` may be taken back.
+        """`tokens[:computed]` are verified and stored: share them. Slots past `len(tokens)` may be taken back.
 
         Slots of tokens that are not computed yet stay held: a long prompt is computed in pieces.
         The only place where anything becomes visible to `lookup`. Harmless for a request that holds nothing.

@@ -126,8 +126,9 @@ class Ledger:
         assert not self.kv.table(request)
 
     def _slot(self, request: Request, position: int) -> int:
-        size = self.kv.block_size
-        return self.kv.table(request)[position // size] * size + position % size
+        size, table = self.kv.block_size, self.kv.table(request)
+        assert position < len(table) * size, f"{request.id}: position {position} has no slot in {len(table)} blocks"
+        return table[position // size] * size + position % size
 
     def _store(self, request: Request, tokens: Sequence[int], start: int, end: int) -> None:
         for position in range(start, end):
