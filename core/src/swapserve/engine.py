@@ -96,6 +96,8 @@ class Engine:
             stop_ids=eos.union(params.stop_token_ids),
             seed=self._random.getrandbits(64) if params.seed is None else params.seed % 2**64,
         )
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs.append(None)
         self.waiting[request.id] = request
         self._watchers.notify("swapserve_request_submitted", request=request)
         return request
@@ -176,7 +178,7 @@ class Engine:
         for piece, verdict in zip(plan.slices.values(), verdicts, strict=True):
             request = piece.request
             if verdict.prompt_logprobs is not None:
-                request.prompt_logprobs.extend([*([] if request.prompt_logprobs else [None]), *verdict.prompt_logprobs])
+                request.prompt_logprobs.extend(verdict.prompt_logprobs)
             if verdict.error is not None:
                 outputs.append(self._end(request, FinishReason.ERROR, verdict.error))
                 continue

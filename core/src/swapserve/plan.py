@@ -188,6 +188,9 @@ class StepPlan:
         self._kv.free(request)
         request.computed = 0
         request.draft = None
+        if request.wants_prompt_logprobs:
+            # The prompt is computed again from its start: what was noted of it comes again too.
+            del request.prompt_logprobs[1:]
         if request.id in self._running:
             self._num_running -= 1
             request.preemptions += 1
