@@ -33,7 +33,7 @@ from swapserve.sampling.rows import RowPlan, Span, plan_rows
 from swapserve.sampling.tasks import Tasks, TokenRow, gather_tasks
 from swapserve.sampling.truncation import truncate
 from swapserve.sampling.verification import verify
-from swapserve.sampling.wide import NOT_A_NUMBER, chunk_maxima, chunk_width, draw, first_argmax
+from swapserve.sampling.wide import NOT_A_NUMBER, chosen_rows, chunk_maxima, chunk_width, draw, first_argmax
 
 __all__ = ["RowPlan", "Sampler", "plan_rows"]
 
@@ -90,8 +90,11 @@ class Sampler:
 
     def _judge_block(self, begin: int, block: Tensor, tasks: Tasks, wants_probs: bool, outcome: _Outcome) -> None:
         """Judge the rows from `begin` on, whose logits are `block` `[n, vocab]`."""
-        scored = [task for task in tasks.token_rows if task.profile.params.logprobs is not None]
-        raw = self._raw(begin, block, tasks, scored)
+        scored = tasks.scored_rows()
+        raw = None
+        if scored:  # before anything changes them
+            raw = chosen_rows(block, [task.row - begin for task in scored])
+            raw = raw.clone() if raw is block and tasks.token_rows else raw
         if tasks.token_rows:
             adjustments = Adjustments()
             for task in tasks.token_rows:
@@ -111,26 +114,10 @@ class Sampler:
         emitted = torch.where(peak.isfinite(), emitted, torch.where(peak == -torch.inf, NONE_ALLOWED, NOT_A_NUMBER))
         outcome.emitted.append(emitted)
         if raw is not None:
-            self._score(begin, raw, tasks, scored, emitted, outcome)
-
-    def _raw(self, begin: int, block: Tensor, tasks: Tasks, scored: list[TokenRow]) -> Tensor | None:
-        """The logits of rows that ask for log-probabilities, before anything changes them; None where none ask."""
-        index = [task.row - begin for task in tasks.prompt_rows] + [task.row - begin for task in scored]
-        if not index:
-            return None
-        return block if not tasks.token_rows and len(index) == len(block) else block[index]
-
-    def _score(
-        self, begin: int, raw: Tensor, tasks: Tasks, scored: list[TokenRow], emitted: Tensor, outcome: _Outcome
-    ) -> None:
-        """Note the log-probabilities of prompt tokens and of emitted tokens, in the order of `_raw`."""
-        prompt = torch.tensor([task.token for task in tasks.prompt_rows], dtype=torch.int64, device=raw.device)
-        tokens = torch.cat([prompt, emitted[[task.row - begin for task in scored]].clamp(min=0)])
-        num_top = [task.num_top for task in tasks.prompt_rows]
-        num_top += [task.profile.params.logprobs or 0 for task in scored]
-        scores = token_logprobs(raw, tokens, num_top, self._width)
-        rows = [task.row for task in tasks.prompt_rows] + [task.row for task in scored]
-        outcome.logprobs.update(zip(rows, scores, strict=True))
+            prompt = torch.tensor([task.token for task in scored], device=raw.device)
+            tokens = torch.where(prompt < 0, emitted[[task.row - begin for task in scored]].clamp(min=0), prompt)
+            scores = token_logprobs(raw, tokens, [task.num_top for task in scored], self._width)
+            outcome.logprobs.update((task.row, score) for task, score in zip(scored, scores, strict=True))
 
     def _sample(
         self,
@@ -142,12 +129,12 @@ class Sampler:
         outcome: _Outcome,
     ) -> Tensor:
         """The tokens of rows that are drawn, `[len(group)]`: all of them truncate, or none does."""
-        whole = len(index) == len(block)
-        logits, uniform = block if whole else block[index], self._uniforms(group, Stream.DRAW)
+        logits, uniform = chosen_rows(block, index), self._uniforms(group, Stream.DRAW)
         verified = [i for i, task in enumerate(group) if task.proposed is not None]
         probs = None
         if group[0].profile.truncates:
-            candidates = truncate(logits, maxima if whole else maxima[index], [t.profile for t in group], self._width)
+            profiles = [task.profile for task in group]
+            candidates = truncate(logits, chosen_rows(maxima, index), profiles, self._width)
             tokens = candidates.draw(uniform)
             if wants_probs or verified:
                 probs = candidates.dense(self.vocab_size)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from swapserve.request import Request
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy decoding, as in vLLM: dividing logits by it would gain nothing and may overflow."""
+"""A temperature below this is greedy decoding, as in vLLM: logits divided by it may overflow."""
 
 
 class TokenCounts:

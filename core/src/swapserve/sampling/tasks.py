@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +19,8 @@ from swapserve.sampling.rows import RowPlan, Span
 
 
 @dataclass(slots=True)
-class PromptRow:
-    """A row whose logits say how likely a prompt token was."""
+class ScoredRow:
+    """A row whose logits say how likely a token was: a prompt token, or (-1) the one this row emits."""
 
     row: int
     token: int
@@ -57,15 +60,29 @@ class TokenRow:
 class Tasks:
     """The rows of a batch that ask for something, each kind in order of row."""
 
-    prompt_rows: list[PromptRow] = field(default_factory=list)
+    prompt_rows: list[ScoredRow] = field(default_factory=list)
     token_rows: list[TokenRow] = field(default_factory=list)
 
     def between(self, begin: int, end: int) -> Tasks:
         """Those of the rows begin to end - 1."""
-        return Tasks(
-            [task for task in self.prompt_rows if begin <= task.row < end],
-            [task for task in self.token_rows if begin <= task.row < end],
-        )
+        return Tasks(_between(self.prompt_rows, begin, end), _between(self.token_rows, begin, end))
+
+    def scored_rows(self) -> list[ScoredRow]:
+        """The rows that want log-probabilities, in order of row."""
+        emitting = [
+            ScoredRow(task.row, -1, task.profile.params.logprobs)
+            for task in self.token_rows
+            if task.profile.params.logprobs is not None
+        ]
+        return sorted([*self.prompt_rows, *emitting], key=attrgetter("row")) if emitting else self.prompt_rows
+
+
+_Row = TypeVar("_Row", ScoredRow, TokenRow)
+
+
+def _between(rows: list[_Row], begin: int, end: int) -> list[_Row]:
+    by_row = attrgetter("row")
+    return rows[bisect_left(rows, begin, key=by_row) : bisect_left(rows, end, key=by_row)]
 
 
 def gather_tasks(batch: Batch, rows: RowPlan, profiles: dict[str, Profile], vocab_size: int) -> Tasks:
@@ -84,11 +101,11 @@ def gather_tasks(batch: Batch, rows: RowPlan, profiles: dict[str, Profile], voca
     return tasks
 
 
-def _prompt_rows(request: Request, start: int, span: Span) -> list[PromptRow]:
+def _prompt_rows(request: Request, start: int, span: Span) -> list[ScoredRow]:
     """The rows of one work that score prompt tokens; the first is for the first token that has no entry yet."""
     first_token = max(start, len(request.prompt_logprobs) - 1) + 1
     num_top = request.params.prompt_logprobs or 0
-    return [PromptRow(span.first + i, request.prompt[first_token + i], num_top) for i in range(span.num_prompt)]
+    return [ScoredRow(span.first + i, request.prompt[first_token + i], num_top) for i in range(span.num_prompt)]
 
 
 def _token_rows(profile: Profile, span: Span, vocab_size: int) -> list[TokenRow]:

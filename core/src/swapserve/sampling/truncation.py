@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swapserve.sampling.history import Profile
-from swapserve.sampling.wide import NOT_A_NUMBER, below, in_chunks
+from swapserve.sampling.wide import NOT_A_NUMBER, below, chosen_rows, in_chunks
 
 GUESSED_CHUNKS = 64
 """For top_p alone: at first only tokens above this many chunks' maxima are looked at, which is nearly always enough."""
@@ -35,7 +35,7 @@ class Candidates:
     kept: Tensor
 
     def draw(self, uniform: Tensor) -> Tensor:
-        """One token a row, by inverting the cumulative weights at `uniform` `[n]`; `NOT_A_NUMBER` where they have no sum."""
+        """One token a row, by inverting the cumulative weights at `uniform` `[n]`; see `wide.draw`."""
         total = self._total()
         target = below(uniform * total, total)
         index = (self.cumulative <= target.unsqueeze(1)).sum(-1, keepdim=True).clamp_(max=self.ids.shape[1] - 1)
@@ -96,7 +96,7 @@ def truncate(logits: Tensor, maxima: Tensor, profiles: Sequence[Profile], width:
     only_top_p = [i for i, (_, k, _, share) in enumerate(asked) if k == vocab_size and not share]
     if only_top_p:
         rows = torch.tensor(only_top_p, device=logits.device)
-        total[rows] = _total_weight(logits[rows], peak[rows], temperature[rows], width)
+        total[rows] = _total_weight(chosen_rows(logits, only_top_p), peak[rows], temperature[rows], width)
         cutoff[rows] = _nth_maximum(maxima[rows], GUESSED_CHUNKS)
     settings = torch.cat([settings, peak.unsqueeze(1), total.unsqueeze(1)], 1)
     candidates = _keep(logits, maxima, cutoff, settings, width)

@@ -68,6 +68,13 @@ def below(value: Tensor, limit: Tensor) -> Tensor:
     return torch.minimum(value, torch.nextafter(limit, torch.zeros_like(limit)))
 
 
+def chosen_rows(rows: Tensor, index: list[int]) -> Tensor:
+    """`rows[index]` for an ascending index: a copy, unless that is all of them."""
+    if len(index) == rows.shape[0]:
+        return rows
+    return rows.index_select(0, torch.tensor(index, device=rows.device))
+
+
 def _pick(rows: Tensor, chunk: Tensor, width: int) -> Tensor:
     """One chunk of each row: `[n, width]`."""
     return in_chunks(rows, width)[torch.arange(rows.shape[0], device=rows.device), chunk]
