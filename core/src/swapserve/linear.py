@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 PACKED_FOR_ROWS = 16
 """The number of rows oneDNN is told to expect; its layout for 16 measured best from 1 to 1,024 rows."""
-HEAD_CHUNK_ROWS = 32_768
+HEAD_CHUNK_ROWS = 65_536
 """Rows of a large matrix that are packed at a time, so that its plain and packed form never both fill memory."""
 _MADV_DONTNEED = 4
 
 
 def packing_available() -> bool:
     """Whether this torch has oneDNN's packed products."""
+    mkldnn = torch.backends.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise")
-    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+    built_in: bool = mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return built_in and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
 class PackedLinear(nn.Module):
@@ -35,7 +37,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
         pieces = []
-        for piece in weight.detach().split(HEAD_CHUNK_ROWS):
+        for piece in torch.split(weight.detach(), HEAD_CHUNK_ROWS):
             pieces.append(torch.ops.mkldnn._reorder_linear_weight(piece, PACKED_FOR_ROWS))
             release_pages(piece)
         self._pieces = pieces
@@ -44,7 +46,8 @@ class PackedLinear(nn.Module):
         """x `[..., in_features]` to `[..., out_features]`."""
         multiply = torch.ops.mkldnn._linear_pointwise
         if len(self._pieces) == 1:
-            return multiply(x, self._pieces[0], self.bias, "none", [], "")
+            product: Tensor = multiply(x, self._pieces[0], self.bias, "none", [], "")
+            return product
         rows = x.reshape(-1, self.in_features)
         out = x.new_empty(rows.shape[0], self.out_features)
         begin = 0
@@ -80,7 +83,8 @@ def release_pages(tensor: Tensor) -> bool:
     end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= begin or not _mapped_from_file(begin, end):
         return False
-    return _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED) == 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)) == 0
 
 
 def _mapped_from_file(begin: int, end: int) -> bool:
@@ -92,7 +96,3 @@ def _mapped_from_file(begin: int, end: int) -> bool:
             if low <= begin < high:
                 return end <= high and inode != "0"
     return False
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

@@ -20,6 +20,7 @@ from swapserve.gguf_cache import Progress, unpack_gguf
 from swapserve.inspection import HeadRule, LayerFacts, check_head, inspect_attention
 from swapserve.linear import pack_linears, packing_available, release_pages
 from swapserve.model_errors import ModelError, ModelNotFound, UnsupportedModel
+from swapserve.norms import fuse_norms
 
 __all__ = ["LoadedModel", "ModelError", "ModelNotFound", "UnsupportedModel", "load_model"]
 
@@ -57,9 +58,12 @@ class LoadedModel:
     def tokenizer(self) -> transformers.PreTrainedTokenizerFast:
         """The model's tokenizer, read when it is first asked for."""
         try:
-            return transformers.PreTrainedTokenizerFast.from_pretrained(self.source)
+            tokenizer: transformers.PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast.from_pretrained(
+                self.source
+            )
         except (OSError, ValueError) as error:
             raise ModelError(f"{self.name} has no tokenizer that can be read: {_first_line(error)}") from error
+        return tokenizer
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -84,7 +88,9 @@ class LoadedModel:
     def release_embeddings(self) -> None:
         """Let go of the pages of an embedding that is mapped from its file; harmless for any other."""
         self._embeddings_seen = 0
-        release_pages(self.module.get_input_embeddings().weight)
+        weight = self.module.get_input_embeddings().weight
+        if isinstance(weight, Tensor):
+            release_pages(weight)
 
 
 def load_model(
@@ -131,6 +137,7 @@ def _prepare(
     decoder = module.get_decoder()
     if place.type == "cpu" and packing_available():
         pack_linears(module)
+        fuse_norms(module)
     layers = inspect_attention(decoder, text_config, place)
     rule = HeadRule.from_config(text_config)
     check_head(module, decoder, rule, place)
@@ -189,7 +196,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         raise ModelError(f"there is no device {name!r}: give auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device {name!r} was asked for, but torch sees no GPU: give --device cpu, or install a CUDA torch")
+        raise ModelError(f"device {name!r} was asked for, but torch sees no GPU: give --device cpu")
     return device
 
 
@@ -211,7 +218,7 @@ def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
         if kind.get("rope_type") in ("dynamic", "longrope"):
             limit = min(limit, kind.get("original_max_position_embeddings") or limit)
     if wanted is not None and wanted > limit:
-        raise ModelError(f"--max-model-len {wanted} is more than the {limit} positions of this model: give at most {limit}")
+        raise ModelError(f"--max-model-len {wanted} is more than this model's {limit} positions: give at most {limit}")
     return wanted or limit
 
 
