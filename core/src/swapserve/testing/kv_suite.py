@@ -176,16 +176,16 @@ class KVManagerContract:
         """H09: looked up, refused, evicted, tried again: the second try sees what is there then."""
         kv = self.manager(6)
         size = self.block_size
-        seen = make_request("seen", [1] * (2 * size), 30)
+        seen = make_request("seen", [1] * (2 * size), 2 * size + 2)
         assert kv.reserve(seen, 0, 2 * size)
         seen.computed = 2 * size - 1
         seen.tokens.append(2)
         seen.computed = 2 * size
         kv.commit(seen)
         kv.free(seen)
-        again = make_request("again", [1] * (2 * size) + [3], 30)
+        again = make_request("again", [1] * (2 * size) + [3], 2 * size + 3)
         kv.lookup(again)
-        filler = make_request("filler", [9] * (6 * size), 40)
+        filler = make_request("filler", [9] * (6 * size), 6 * size + 1)
         assert kv.reserve(filler, kv.lookup(filler), 6 * size)
         assert kv.lookup(again) == 0, f"{self.policy.name}: a hit on blocks that were given away"
         assert not kv.fits(again, 0, 2 * size + 1)

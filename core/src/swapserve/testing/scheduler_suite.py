@@ -249,7 +249,7 @@ class SchedulerContract:
         """Recomputing prompt and output may take several steps, also under a scheduler that splits no prompts."""
         info = ghost_info(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=60)
         engine = self.engine(info, 16)
-        requests = [engine.submit([n] * 14, greedy(40)) for n in (1, 2)]
+        requests = [engine.submit([n] * 7, greedy(40)) for n in (1, 2)]
         self.finish(engine)
         assert max(request.preemptions for request in requests) > 0
         assert all(request.num_output_tokens == 40 for request in requests)
