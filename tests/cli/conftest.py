@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .tiny import save_tiny_model
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -57,3 +59,11 @@ def install(tmp_path: Path) -> Callable[..., Path]:
         return site
 
     return install
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model, made once."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model(folder)
+    return folder

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from swapserve.config import Settings, SettingsError, Source, load_settings, merge
 
 
@@ -139,7 +140,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_argument_of_the_library_that_is_no_setting_is_refused() -> None:
-    with pytest.raises(SettingsError, match="there is no setting 'schedular'; there are: .*scheduler"):
+    with pytest.raises(SettingsError, match=r"there is no setting 'schedular'; there are: .*scheduler"):
         merge([Source({"schedular": "chunked"}, "argument")])
 
 

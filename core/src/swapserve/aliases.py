@@ -20,15 +20,11 @@ SWITCHES = {
 METHODS = {"ngram": "ngram", "draft_model": "draft", "draft": "draft"}
 """vLLM's speculation methods by the names of our speculators."""
 
-OPTIONS = {
-    "ngram": {
-        "num_speculative_tokens": "num_speculative_tokens",
-        "prompt_lookup_min": "prompt_lookup_min",
-        "prompt_lookup_max": "prompt_lookup_max",
-    },
-    "draft": {"model": "model", "num_speculative_tokens": "num_speculative_tokens"},
+KEYS = {
+    "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
+    "draft": ("num_speculative_tokens", "model"),
 }
-"""For each speculator, vLLM's keys by the names of its options."""
+"""For each speculator, the keys of vLLM's JSON that are its options, under the same names."""
 
 ALIASES = frozenset({*SWITCHES, "block_size", "speculative_config"})
 
@@ -95,11 +91,11 @@ def _speculator(config: Mapping[str, Any]) -> PolicySpec:
     name = METHODS[method]
     options = {}
     for key, value in rest.items():
-        if key not in OPTIONS[name]:
+        if key not in KEYS[name]:
             raise ValueError(
-                f"--speculative-config: the method {method!r} has no key {key!r}; it has: {', '.join(OPTIONS[name])}"
+                f"--speculative-config: the method {method!r} has no key {key!r}; it has: {', '.join(KEYS[name])}"
             )
-        options[OPTIONS[name][key]] = str(value)
+        options[key] = str(value)
     return PolicySpec(name, options)
 
 
