@@ -52,7 +52,7 @@ class Paged(KVManager):
         self._free.extend(reversed(self._tables.pop(request.id, ())))
 
     def usage(self) -> float:
-        return 1 - len(self._free) / self._num_blocks
+        return (self._num_blocks - len(self._free)) / self._num_blocks
 
     def check(self) -> None:
         blocks = [*self._free, *(block for table in self._tables.values() for block in table)]

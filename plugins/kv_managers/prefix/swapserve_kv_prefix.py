@@ -133,7 +133,7 @@ class Prefix(KVManager):
         self.free(request)
 
     def usage(self) -> float:
-        return 1 - (len(self._free) + len(self._unheld)) / self._num_blocks
+        return (self._num_blocks - len(self._free) - len(self._unheld)) / self._num_blocks
 
     def reset(self) -> bool:
         while self._unheld:
@@ -150,7 +150,9 @@ class Prefix(KVManager):
         assert not any(counts[block] for block in loose), "a block is held and free at once"
         assert len(set(loose)) == len(loose) == counts.count(0), "a block is lost, or free twice"
         assert all(block in self._published for block in self._unheld), "a block without content is kept"
-        assert all(self._published.get(entry.block) is entry for entry in self._index.values()), "a stale entry is found"
+        assert all(self._published.get(entry.block) is entry for entry in self._index.values()), (
+            "a stale entry is found"
+        )
 
     def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.tokens[index * self.block_size : (index + 1) * self.block_size])

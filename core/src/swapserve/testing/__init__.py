@@ -4,7 +4,7 @@ from swapserve.testing.driver import Combination, Driven, Driver
 from swapserve.testing.ghost import GhostExecutor, GhostMismatch, GhostModel, ghost_info, greedy
 from swapserve.testing.kv_suite import KVManagerContract
 from swapserve.testing.scheduler_suite import SchedulerContract
-from swapserve.testing.soundness import check_engine, check_idle, snapshot
+from swapserve.testing.soundness import check_all_slots, check_engine, check_idle, snapshot
 from swapserve.testing.speculator_suite import SpeculatorContract
 from swapserve.testing.workloads import Arrival, Workload, make_workload
 
@@ -20,6 +20,7 @@ __all__ = [
     "SchedulerContract",
     "SpeculatorContract",
     "Workload",
+    "check_all_slots",
     "check_engine",
     "check_idle",
     "ghost_info",

@@ -13,7 +13,7 @@ from swapserve.plan import StepPlan
 from swapserve.policies import KVManager, Scheduler, Speculator
 from swapserve.request import FinishReason, Output, Request, RequestRefused
 from swapserve.testing.ghost import GhostExecutor
-from swapserve.testing.soundness import check_engine, check_idle
+from swapserve.testing.soundness import check_all_slots, check_engine
 from swapserve.testing.workloads import BLOCK_SIZE, Workload
 
 
@@ -99,7 +99,7 @@ class Driver:
         for request in self.requests:
             self._check_answer(request)
         before_idle()
-        check_idle(self.engine)
+        check_all_slots(self.engine)
         self.driven.num_requests = len(self.requests)
         self.driven.num_preemptions = self.engine.num_preemptions
         self.driven.num_cached = sum(request.cached_tokens or 0 for request in self.requests)

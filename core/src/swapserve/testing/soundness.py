@@ -40,15 +40,26 @@ def check_engine(engine: Engine) -> None:
 
 
 def check_idle(engine: Engine) -> None:
-    """Raise `AssertionError` unless an engine without work holds no slot, and all slots can be had again."""
+    """Raise `AssertionError` unless an engine without work holds no slot, and all slots could be had again."""
     assert not engine.has_work
     engine.kv.check()
     assert engine.kv.usage() == 0.0, f"{engine.kv.usage():.3f} of the slots are held with nothing to run"
-    whole = Request(id="whole-pool", prompt=(0,) * engine.kv.longest(), params=SamplingParams(max_tokens=1))
-    whole.max_len = engine.kv.longest() + 1
-    assert engine.kv.fits(whole, 0, len(whole.prompt)), "not all slots came back"
+    assert engine.kv.fits(_whole_pool(engine), 0, engine.kv.longest()), "not all slots came back"
+
+
+def check_all_slots(engine: Engine) -> None:
+    """Take every slot of an idle engine once; what is kept for sharing is gone afterwards."""
+    check_idle(engine)
+    whole = _whole_pool(engine)
     assert engine.kv.reserve(whole, 0, len(whole.prompt)), "fits said yes and reserve said no"
     engine.kv.free(whole)
+    check_idle(engine)
+
+
+def _whole_pool(engine: Engine) -> Request:
+    """A request that needs all the slots there are."""
+    longest = engine.kv.longest()
+    return Request("whole-pool", (0,) * longest, SamplingParams(max_tokens=1), max_len=longest + 1)
 
 
 def snapshot(request: Request) -> tuple[object, ...]:
