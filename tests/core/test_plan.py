@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,7 +18,11 @@ def request(name: str, length: int, max_len: int = 60) -> Request:
 
 
 def plan_of(
-    waiting: list[Request] = [], running: list[Request] = [], blocks: int = 20, seats: int = 4, tokens: int = 32
+    waiting: Sequence[Request] = (),
+    running: Sequence[Request] = (),
+    blocks: int = 20,
+    seats: int = 4,
+    tokens: int = 32,
 ) -> StepPlan:
     kv = SimpleKV(SimpleKV.Options(block_size=4), blocks * 4)
     for one in running:

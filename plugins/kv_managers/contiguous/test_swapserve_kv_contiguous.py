@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from swapserve_kv_contiguous import Contiguous
+
 from swapserve.testing import KVManagerContract
 from swapserve.testing.ledger import make_request
-from swapserve_kv_contiguous import Contiguous
 
 
 class TestContiguous(KVManagerContract):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from pydantic import Field
+
 from swapserve import KVManager, PolicyOptions, Request, hookimpl
 
 

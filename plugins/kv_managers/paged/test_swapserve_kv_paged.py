@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from swapserve_kv_paged import Paged
+
 from swapserve.testing import KVManagerContract
 from swapserve.testing.ledger import make_request
-from swapserve_kv_paged import Paged
 
 
 class TestPaged(KVManagerContract):

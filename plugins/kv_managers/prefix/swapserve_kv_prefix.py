@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from pydantic import Field
+
 from swapserve import KVManager, PolicyOptions, Request, hookimpl
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+from swapserve_kv_prefix import Prefix
+
 from swapserve import Plugins, Request, Scheduler
 from swapserve.testing import KVManagerContract, ghost_info, greedy
 from swapserve.testing.ledger import make_request
-from swapserve_kv_prefix import Prefix
 
 
 class TestPrefix(KVManagerContract):

@@ -1,10 +1,11 @@
-"""Chunked prefill (Sarathi-Serve, Agrawal et al. 2024): decodes first, then pieces of prompts, within a chunk budget."""
+"""Chunked prefill (Sarathi-Serve, Agrawal et al. 2024): decodes first, then pieces of prompts."""
 
 from __future__ import annotations
 
 from typing import final
 
 from pydantic import Field
+
 from swapserve import PolicyOptions, Request, Scheduler, StepPlan, hookimpl
 
 

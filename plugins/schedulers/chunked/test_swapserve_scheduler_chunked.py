@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from swapserve.testing import SchedulerContract, ghost_info, greedy
 from swapserve_scheduler_chunked import Chunked
+
+from swapserve.testing import SchedulerContract, ghost_info, greedy
 
 
 class TestChunked(SchedulerContract):

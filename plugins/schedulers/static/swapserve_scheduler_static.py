@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from pydantic import Field
+
 from swapserve import PolicyOptions, Scheduler, StepPlan, hookimpl
 
 

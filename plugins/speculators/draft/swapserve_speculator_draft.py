@@ -1,4 +1,4 @@
-"""Speculation with a draft model (Leviathan et al. 2023; Chen et al. 2023): a small model guesses, the served one checks.
+"""Speculation with a draft model (Leviathan et al. 2023; Chen et al. 2023): a small model guesses, the served checks.
 
 The draft model runs on a KV cache of its own. Each request has a mirror there: the request's verified tokens, then
 the draft. What the served model rejects is cut off the mirror again, and only tokens it has not seen are computed.
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 from pydantic import Field
+
 from swapserve import (
     Batch,
     Draft,
@@ -143,7 +144,7 @@ class DraftModel(Speculator):
         return mirror
 
     def _catch_up(self, mirrors: Sequence[_Mirror]) -> None:
-        """Compute what the draft model has not seen, in batches of a step's size; each mirror ends with one token drafted."""
+        """Compute what the draft model has not seen, in batches of a step's size; each ends with one token drafted."""
         behind = list(mirrors)
         while behind:
             left, pieces = self.target.max_num_batched_tokens, []
@@ -214,8 +215,8 @@ def _check_vocabulary(name: str, draft: ModelInfo, target: ModelInfo) -> None:
     for index in sorted(texts.keys() | others.keys()):
         if texts.get(index) != others.get(index):
             raise PluginError(
-                f"speculator 'draft': the vocabulary of {name} has {sizes}; token {index} is {texts.get(index)!r} there "
-                f"and {others.get(index)!r} here: {same}"
+                f"speculator 'draft': the vocabulary of {name} has {sizes}; token {index} is {texts.get(index)!r} "
+                f"there and {others.get(index)!r} here: {same}"
             )
 
 

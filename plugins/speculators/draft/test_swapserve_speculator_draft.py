@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from swapserve_speculator_draft import DraftModel
+
 from swapserve import ModelInfo, OpenModel, PluginError
 from swapserve.testing import SpeculatorContract, ghost_info, greedy
-from swapserve_speculator_draft import DraftModel
 
 
 class TestDraftModel(SpeculatorContract):

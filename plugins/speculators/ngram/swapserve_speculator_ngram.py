@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from pydantic import Field, model_validator
+
 from swapserve import Draft, ModelInfo, PolicyOptions, Request, Speculator, hookimpl
 
 

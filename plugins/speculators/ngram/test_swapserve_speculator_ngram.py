@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
+from swapserve_speculator_ngram import Ngram
+
 from swapserve.testing import SpeculatorContract, ghost_info
 from swapserve.testing.ledger import make_request
-from swapserve_speculator_ngram import Ngram
 
 
 class TestNgram(SpeculatorContract):

@@ -60,7 +60,7 @@ class Ledger:
         return said
 
     def _totals(self, request: Request) -> list[int]:
-        return [total for total in range(len(request.tokens), request.max_len)][:6]
+        return list(range(len(request.tokens), request.max_len))[:6]
 
     def _admit(self) -> None:
         self._made += 1
