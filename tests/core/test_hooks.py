@@ -164,7 +164,40 @@ def test_two_managers_share_nothing() -> None:
 
 def test_the_public_names_are_these() -> None:
     """A name that appears or goes is a change of the public interface: change this list on purpose."""
-    assert (
-        swapserve.__all__
-        == ["LLM", "Batch", "Clock", "Completion", "Draft", "Engine", "Executor", "FinishReason", "Grant", "KVManager", "Limits", "ManualClock", "ModelInfo", "MonotonicClock", "OpenModel", "Output", "PluginError", "Plugins", "PolicyError", "PolicyOptions", "PolicySpec", "Refusal", "Request", "RequestRefused", "SamplingParams", "Scheduler", "Slice", "Speculator", "Stalled", "StepPlan", "StepReport", "TokenLogprobs", "Verdict", "Work", "hookimpl"]
-    )
+    assert swapserve.__all__ == [
+        "LLM",
+        "Batch",
+        "Clock",
+        "Completion",
+        "Draft",
+        "Engine",
+        "Executor",
+        "FinishReason",
+        "Grant",
+        "KVManager",
+        "Limits",
+        "ManualClock",
+        "ModelInfo",
+        "MonotonicClock",
+        "OpenModel",
+        "Output",
+        "PluginError",
+        "Plugins",
+        "PolicyError",
+        "PolicyOptions",
+        "PolicySpec",
+        "Refusal",
+        "Request",
+        "RequestRefused",
+        "SamplingParams",
+        "Scheduler",
+        "Slice",
+        "Speculator",
+        "Stalled",
+        "StepPlan",
+        "StepReport",
+        "TokenLogprobs",
+        "Verdict",
+        "Work",
+        "hookimpl",
+    ]
