@@ -70,7 +70,8 @@ def judge(
     rows = plan_rows(batch)
 
     def logits(begin: int, end: int) -> torch.Tensor:
-        return torch.stack([packed[i][0](packed[i][1]) for i in rows.index[begin:end]]).float()
+        with torch.inference_mode():  # as an executor does: such logits may be written to only in this mode
+            return torch.stack([packed[i][0](packed[i][1]) for i in rows.index[begin:end]]).float()
 
     return sampler.judge(batch, rows, logits)
 
@@ -123,8 +124,10 @@ def plain_distribution(logits: Sequence[float], params: SamplingParams) -> list[
             nucleus.append(token)
             mass += weights[token]
         kept = nucleus
-    total = math.fsum(weights[token] for token in kept)
-    return [weights[token] / total if token in set(kept) else 0.0 for token in range(len(logits))]
+    total, probs = math.fsum(weights[token] for token in kept), [0.0] * len(logits)
+    for token in kept:
+        probs[token] = weights[token] / total
+    return probs
 
 
 def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:

@@ -81,6 +81,7 @@ def test_seeds_wrap_and_the_numbers_are_pinned() -> None:
     """A change of these numbers changes what every seed gives: users would notice."""
     same = uniforms([-1, 2**64 - 1], [3, 3], Stream.DRAW)
     assert same[0] == same[1]
+    assert len(set(uniforms([5, 5 + 2**32, 5 + 2**63], [3] * 3, Stream.DRAW))) == 3
     pinned = uniforms([0, 42, 42, 42], [0, 5, 6, 5], Stream.DRAW)
     assert pinned.tolist() == [0.6524484863740322, 0.7695524198139898, 0.6571014429972566, 0.7695524198139898]
     assert uniforms([42], [5], Stream.ACCEPT)[0] != pinned[1]
@@ -100,5 +101,8 @@ def test_draw_inverts_the_cumulative_sum() -> None:
     weights = torch.tensor([[0.0, 2.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
     places = [0.0, 0.4999, 0.5, 0.7499, 0.75, 1 - 2**-53]
     assert [int(draw(weights, torch.tensor([u], dtype=torch.float64), 2)) for u in places] == [1, 1, 3, 3, 5, 5]
+    # In float32 the first chunk's sum is rounded up, past what its two tokens add up to.
+    weights = torch.tensor([[1.0, 1.5 * 2**-24, 0.0, 0.0]])
+    assert int(draw(weights, torch.tensor([1 - 2**-53], dtype=torch.float64), 2)) == 1
     nothing = torch.tensor([[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
     assert draw(nothing, torch.zeros(3, dtype=torch.float64), 1).tolist() == [-1, -1, -1]

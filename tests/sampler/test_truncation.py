@@ -97,6 +97,24 @@ def test_top_k_keeps_all_that_equal_the_last() -> None:
     torch.testing.assert_close(verdict.probs[0], torch.tensor([1 / 3, 0.0, 1 / 3, 1 / 3]))
 
 
+def test_min_p_keeps_what_equals_its_share() -> None:
+    (verdict,) = judge(Sampler(3), [make_request(min_p=1.0)], fixed_model(2.0, 0.0, 2.0), wants_probs=True)
+    assert verdict.probs[0].tolist() == [0.5, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("size", [32_768, 50_257])
+@pytest.mark.parametrize("spread", [1.5, 3.0], ids=["wide", "narrow"])
+def test_large_vocabularies_with_many_equal_logits(size: int, spread: float) -> None:
+    """Logits of a bfloat16 model: the edge of a truncation nearly always falls among equals."""
+    kinds = [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.02}, {"top_k": 200, "top_p": 0.8}, {"top_k": 9000}, {}]
+    row = (torch.randn(size, generator=torch.Generator().manual_seed(8)) * spread).bfloat16().float()
+    requests = [make_request(name=str(i), key=i, temperature=0.8, **kind) for i, kind in enumerate(kinds)]
+    for request, verdict in zip(requests, judge(Sampler(size), requests, lambda _: row, wants_probs=True), strict=True):
+        expected = torch.tensor(plain_distribution(row.tolist(), request.params))
+        assert torch.equal(verdict.probs[0] > 0, expected > 0)
+        torch.testing.assert_close(verdict.probs[0], expected, atol=1e-6, rtol=1e-4)
+
+
 def test_top_p_keeps_the_lower_ids_of_equals() -> None:
     (verdict,) = judge(Sampler(8), [make_request(top_p=0.5)], fixed_model(*[1.0] * 8), wants_probs=True)
     assert verdict.probs[0].tolist() == [0.25] * 4 + [0.0] * 4

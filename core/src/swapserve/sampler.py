@@ -76,11 +76,12 @@ class Sampler:
         It is called once for each block of rows, in order, and its answer may be written to.
         Raises ValueError for a draft whose probabilities do not fit the vocabulary.
         """
-        tasks = gather_tasks(batch, rows, self._profiles, self.vocab_size)
         outcome = _Outcome()
-        for begin in range(0, len(rows), self._block_rows):
-            end = min(len(rows), begin + self._block_rows)
-            self._judge_block(begin, logits(begin, end), tasks.between(begin, end), batch.wants_probs, outcome)
+        with torch.inference_mode():  # logits made under it may be written to only under it
+            tasks = gather_tasks(batch, rows, self._profiles, self.vocab_size)
+            for begin in range(0, len(rows), self._block_rows):
+                end = min(len(rows), begin + self._block_rows)
+                self._judge_block(begin, logits(begin, end), tasks.between(begin, end), batch.wants_probs, outcome)
         emitted: list[int] = torch.cat(outcome.emitted).tolist() if outcome.emitted else []
         return [_verdict(work, span, emitted, outcome) for work, span in zip(batch.works, rows.spans, strict=True)]
 

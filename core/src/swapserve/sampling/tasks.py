@@ -134,7 +134,7 @@ def _token_rows(profile: Profile, span: Span, vocab_size: int) -> list[TokenRow]
         if counts is not None and depth < len(tokens):
             counts.push(tokens[depth])
     if counts is not None:
-        for _ in tokens:
+        for _ in tokens:  # `follow` would take them back too, at the price of looking for where they begin
             counts.pop()
     return rows
 

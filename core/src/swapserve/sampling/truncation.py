@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swapserve.sampling.history import Profile
-from swapserve.sampling.wide import NOT_A_NUMBER, below, chosen_rows, in_chunks
+from swapserve.sampling.wide import NOT_A_NUMBER, chosen_rows, in_chunks
 
 GUESSED_CHUNKS = 64
 """For top_p alone: at first only tokens above this many chunks' maxima are looked at, which is nearly always enough."""
@@ -37,8 +37,9 @@ class Candidates:
     def draw(self, uniform: Tensor) -> Tensor:
         """One token a row, by inverting the cumulative weights at `uniform` `[n]`; see `wide.draw`."""
         total = self._total()
-        target = below(uniform * total, total)
-        index = (self.cumulative <= target.unsqueeze(1)).sum(-1, keepdim=True).clamp_(max=self.ids.shape[1] - 1)
+        index = (
+            (self.cumulative <= (uniform * total).unsqueeze(1)).sum(-1, keepdim=True).clamp_(max=self.ids.shape[1] - 1)
+        )
         return torch.where(total.isfinite() & (total > 0), self.ids.gather(1, index).squeeze(1), NOT_A_NUMBER)
 
     def dense(self, vocab_size: int) -> Tensor:
@@ -129,7 +130,7 @@ def _keep(logits: Tensor, maxima: Tensor, cutoff: Tensor, settings: Tensor, widt
     kept = cut(kept, values >= values.gather(1, torch.minimum(top_k.long(), kept) - 1))
     total = torch.where(total.isnan(), cumulative.gather(1, kept - 1), total)
     before = torch.nn.functional.pad(cumulative, (1, 0))[:, :-1]
-    kept = cut(kept, (before < top_p * total) | (top_p >= 1))
+    kept = cut(kept, before < top_p * total)
     return Candidates(ids, weights, cumulative, kept.squeeze(1))
 
 

@@ -54,18 +54,14 @@ def draw(weights: Tensor, uniform: Tensor, width: int) -> Tensor:
     """
     cumulative = in_chunks(weights, width).sum(-1).double().cumsum(-1)
     total = cumulative[:, -1]
-    target = below(uniform * total, total)
+    target = uniform * total  # less than the total, however it rounds
     chunk = (cumulative <= target.unsqueeze(1)).sum(-1).clamp_(max=cumulative.shape[1] - 1)
     before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
     inside = _pick(weights, chunk, width).double().cumsum(-1)
-    rest = below(target - before, inside[:, -1])
+    # The chunk's sum in the weights' precision may exceed the one in float64: stay inside the chunk.
+    rest = torch.minimum(target - before, torch.nextafter(inside[:, -1], torch.zeros_like(total)))
     index = chunk * width + (inside <= rest.unsqueeze(1)).sum(-1)
     return torch.where(total.isfinite() & (total > 0), index, NOT_A_NUMBER)
-
-
-def below(value: Tensor, limit: Tensor) -> Tensor:
-    """`value`, or the largest number under `limit` where rounding has brought it there."""
-    return torch.minimum(value, torch.nextafter(limit, torch.zeros_like(limit)))
 
 
 def chosen_rows(rows: Tensor, index: list[int]) -> Tensor:
