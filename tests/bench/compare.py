@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from workloads import WORKLOADS, Job, Workload
 
 from swapserve.demo import demo_model_path
-from swapserve.model import load_model
+from swapserve.model import LoadedModel, load_model
 
 DEFAULT_ARMS = (
     "scheduler=chunked kv=paged speculator=none",
@@ -57,7 +57,7 @@ def main() -> None:
             rows += measure(key, arms, args.reps if key != "w1" else args.w1_reps, plain)
             for row in rows[-len(arms) :]:
                 print(json.dumps(row), flush=True)
-        parts = {key: where_time_goes(arms, key, model.kernels) for key in args.workloads.split(",")}
+        parts = {key: where_time_goes(arms, key, model) for key in args.workloads.split(",")}
         for key, by_part in parts.items():
             print(key, {part: round(value, 2) for part, value in by_part.items()}, flush=True)
     finally:
@@ -128,9 +128,9 @@ def _compare(workload: Workload, ours: Sequence[Served], theirs: Sequence[Served
     )
 
 
-def where_time_goes(arms: Sequence[Arm], key: str, kernels: object) -> dict[str, float]:
+def where_time_goes(arms: Sequence[Arm], key: str, model: LoadedModel) -> dict[str, float]:
     """Milliseconds a step of each part, of the first arm on a workload."""
-    with timed_parts(kernels) as parts:
+    with timed_parts(model) as parts:
         arms[0].serve(WORKLOADS[key](0, 100))
     return parts()
 

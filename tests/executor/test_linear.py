@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from swapserve import linear
+from swapserve.gated_mlp import fuse_gated_mlps
 from swapserve.linear import PackedLinear, pack_linears, packing_available, release_pages
 from swapserve.norms import FusedRMSNorm, fuse_norms
 
@@ -79,3 +80,34 @@ def test_norms_that_prove_equal_are_fused_and_others_are_left():
         assert fuse_norms(tree) == 2
         assert isinstance(tree["a"], FusedRMSNorm) and isinstance(tree["c"], StrangeRMSNorm)
         torch.testing.assert_close([tree["a"](x), tree["b"](x)], wanted)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, activation, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(24, 40, bias=bias), nn.Linear(24, 40, bias=bias)
+        self.down_proj, self.activation = nn.Linear(40, 24, bias=bias), activation
+
+    def forward(self, x):
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+@needs_packing
+@pytest.mark.parametrize("activation", [nn.GELU("tanh"), nn.GELU(), nn.SiLU(), nn.ReLU()], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_gated_layers_that_prove_equal_are_fused(activation, bias):
+    torch.manual_seed(0)
+    tree, x = nn.Sequential(GatedMLP(activation, bias)), torch.randn(1, 5, 24)
+    with torch.inference_mode():
+        wanted = tree(x)
+        pack_linears(tree)
+        assert fuse_gated_mlps(tree) == 1
+        torch.testing.assert_close(tree(x), wanted, rtol=1e-5, atol=1e-5)
+        assert fuse_gated_mlps(tree) == 0
+
+
+@needs_packing
+def test_a_gated_layer_with_another_activation_is_left():
+    tree = nn.Sequential(GatedMLP(torch.tanh))
+    pack_linears(tree)
+    assert fuse_gated_mlps(tree) == 0 and isinstance(tree[0], GatedMLP)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 PACKED_FOR_ROWS = 16
 """The number of rows oneDNN is told to expect; its layout for 16 measured best from 1 to 1,024 rows."""
-HEAD_CHUNK_ROWS = 65_536
+HEAD_CHUNK_ROWS = 32_768
 """Rows of a large matrix that are packed at a time, so that its plain and packed form never both fill memory."""
 _MADV_DONTNEED = 4
 
@@ -42,12 +42,26 @@ class PackedLinear(nn.Module):
             release_pages(piece)
         self._pieces = pieces
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weights are packed in one piece, as all but very tall ones are."""
+        return len(self._pieces) == 1
+
+    def activated(self, x: Tensor, activation: str, variant: str) -> Tensor:
+        """`activation` of the product, by oneDNN's names; only where `is_whole`."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._pieces[0], self.bias, activation, [], variant)
+        return product
+
+    def multiplied(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The product times `factor`, element by element; only where `is_whole`."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._pieces[0], self.bias, "mul")
+        return product
+
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in_features]` to `[..., out_features]`."""
+        if self.is_whole:
+            return self.activated(x, "none", "")
         multiply = torch.ops.mkldnn._linear_pointwise
-        if len(self._pieces) == 1:
-            product: Tensor = multiply(x, self._pieces[0], self.bias, "none", [], "")
-            return product
         rows = x.reshape(-1, self.in_features)
         out = x.new_empty(rows.shape[0], self.out_features)
         begin = 0
@@ -96,3 +110,11 @@ def _mapped_from_file(begin: int, end: int) -> bool:
             if low <= begin < high:
                 return end <= high and inode != "0"
     return False
+
+
+def return_free_memory() -> None:
+    """Give memory that was freed back to the system, which glibc otherwise keeps; nothing on other systems."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from swapserve.attention import ATTENTION_NAME, AttentionStep, Kernels
+from swapserve.gated_mlp import fuse_gated_mlps
 from swapserve.gguf_cache import Progress, unpack_gguf
 from swapserve.inspection import HeadRule, LayerFacts, check_head, inspect_attention
-from swapserve.linear import pack_linears, packing_available, release_pages
+from swapserve.linear import pack_linears, packing_available, release_pages, return_free_memory
 from swapserve.model_errors import ModelError, ModelNotFound, UnsupportedModel
 from swapserve.norms import fuse_norms
 
@@ -56,14 +57,8 @@ class LoadedModel:
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerFast:
-        """The model's tokenizer, read when it is first asked for."""
-        try:
-            tokenizer: transformers.PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast.from_pretrained(
-                self.source
-            )
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.name} has no tokenizer that can be read: {_first_line(error)}") from error
-        return tokenizer
+        """The model's tokenizer; one from the hub is read when it is first asked for."""
+        return _read_tokenizer(self.name, self.source)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -112,6 +107,11 @@ def load_model(
     wanted = _dtype(dtype, place)
     source = _source(name_or_path, progress)
     config = _read(name_or_path, lambda: AutoConfig.from_pretrained(source))
+    tokenizer = None
+    if (Path(source) / "tokenizer.json").is_file():
+        # Reading one takes several times the memory it keeps: the weights, which stay, come after that is given back.
+        tokenizer = _read_tokenizer(name_or_path, source)
+        return_free_memory()
     progress(f"loading {name_or_path}")
     with _quiet_transformers():
         module: PreTrainedModel = _read(
@@ -122,9 +122,12 @@ def load_model(
         )
     module.eval().requires_grad_(False).to(place)
     try:
-        return _prepare(name_or_path, source, module, place, backend, max_model_len)
+        model = _prepare(name_or_path, source, module, place, backend, max_model_len)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name_or_path} ({type(module).__name__}) cannot be served: {error}") from None
+    if tokenizer is not None:
+        model.tokenizer = tokenizer
+    return model
 
 
 def _prepare(
@@ -137,6 +140,7 @@ def _prepare(
     decoder = module.get_decoder()
     if place.type == "cpu" and packing_available():
         pack_linears(module)
+        fuse_gated_mlps(module)
         fuse_norms(module)
     layers = inspect_attention(decoder, text_config, place)
     rule = HeadRule.from_config(text_config)
@@ -158,6 +162,7 @@ def _prepare(
         _decoder=decoder,
     )
     model.release_embeddings()
+    return_free_memory()
     return model
 
 
@@ -186,6 +191,14 @@ def _read(name: str, read: Callable[[], Found]) -> Found:
         raise ModelNotFound(f"{name} could not be loaded{where} ({_first_line(error)})") from error
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(f"{name} could not be loaded: {_first_line(error)}") from error
+
+
+def _read_tokenizer(name: str, source: str) -> transformers.PreTrainedTokenizerFast:
+    try:
+        tokenizer: transformers.PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name} has no tokenizer that can be read: {_first_line(error)}") from error
+    return tokenizer
 
 
 def _device(name: str) -> torch.device:
