@@ -11,7 +11,7 @@ WORKERS ?= 2
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/*/pyproject.toml)))
 EDITABLE := -e './kernels[cpu]' -e './core[demo,test]' $(foreach plugin,$(PLUGINS),-e ./$(plugin))
 BUILD_TOOLS := hatchling editables build
-TEST_TOOLS := ruff mypy types-PyYAML types-tqdm pytest-xdist pytest-timeout httpx openai scipy psutil
+TEST_TOOLS := ruff mypy types-PyYAML types-tqdm pytest-xdist pytest-timeout httpx openai scipy psutil triton
 READY := $(VENV)/ready
 
 .PHONY: serve test check unit clean

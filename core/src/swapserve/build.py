@@ -6,7 +6,7 @@ Importing this module imports no torch: what a user may have got wrong is said b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,6 +16,7 @@ from swapserve.engine import Engine
 from swapserve.plugins import Plugins, PolicyClass
 from swapserve.policies import KVManager, ModelInfo, OpenModel, PolicyOptions, Scheduler, Speculator
 from swapserve.spec import PolicySpec, check_options
+from swapserve.tokenizer import Tokenizer, read_template
 
 if TYPE_CHECKING:
     from swapserve.batch import Executor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from swapserve.model import LoadedModel
 
 Progress = Callable[[str], None]
+DEMO_MODEL_NAME = "gemma-3-270m"
 DEFAULT_BLOCK_SIZE = 16
 """For a KV manager that has no option `block_size` and no `block_size` of its own: vLLM's."""
 
@@ -56,9 +58,10 @@ class Served:
 
     engine: Engine
     model: LoadedModel
-    name: str
-    """What the model is called by default."""
-    chosen: dict[str, str] = field(default_factory=dict)
+    tokenizer: Tokenizer
+    names: tuple[str, ...]
+    """What the model is called in the API, the usual name first."""
+    chosen: dict[str, str]
     """What a person wants to see at start, by subject."""
 
 
@@ -75,8 +78,13 @@ def choose_policies(settings: Settings, plugins: Plugins) -> Policies:
 def find_model(settings: Settings, progress: Progress) -> str:
     """The model's folder, file or hub name; the demo model's when none is named.
 
-    Raises `SettingsError` for a path that is not there, before anything slow is imported.
+    Raises `SettingsError` for a path that is not there, or a chat template, before anything slow is imported.
     """
+    if settings.chat_template is not None:
+        try:
+            read_template(settings.chat_template)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
     if settings.model is None:
         try:
             return str(demo_model_path(progress))
@@ -127,7 +135,9 @@ def build_engine(
         plugins=plugins.load_watchers(),
         seed=settings.seed,
     )
-    return Served(engine, model, info.name, _chosen(policies, engine, model, size))
+    tokenizer = Tokenizer(model.tokenizer, settings.chat_template)
+    names = settings.served_model_name or (settings.model or DEMO_MODEL_NAME,)
+    return Served(engine, model, tokenizer, names, _chosen(policies, engine, model, size))
 
 
 def _model_info(model: LoadedModel, settings: Settings, progress: Progress) -> ModelInfo:
@@ -139,7 +149,7 @@ def _model_info(model: LoadedModel, settings: Settings, progress: Progress) -> M
         eos_token_ids=model.eos_token_ids,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        vocabulary=lambda: model.tokenizer.get_vocab(),
+        vocabulary=lambda: Tokenizer(model.tokenizer).vocabulary(),
         open_model=lambda name: _open_beside(name, model, settings, progress),
     )
 

@@ -163,7 +163,7 @@ class Source:
 def load_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, config: str | None = None
 ) -> Settings:
-    """Settings from flags over environment over file over defaults; `SettingsError` says in a sentence what is wrong."""
+    """Settings from flags over environment over file over defaults; `SettingsError` says what is wrong with one."""
     sources = [
         Source(flags, "flag"),
         Source(_from_environment(os.environ if environment is None else environment), "environment"),

@@ -75,7 +75,7 @@ def generate(input: IO[str], output: IO[str], **parameters: Any) -> None:
         policies = choose_policies(settings, plugins)
         from swapserve.llm import LLM
 
-        llm = LLM.build(settings, plugins, policies, progress=report)
+        llm = LLM.from_settings(settings, plugins, policies, progress=report)
         report.table(llm.chosen)
         failed = _answer(llm, jobs, output)
     if failed:
