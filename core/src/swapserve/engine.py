@@ -77,10 +77,7 @@ class Engine:
     ) -> Request:
         """Take a prompt of token ids into the queue; `RequestRefused` when it could never run."""
         params = params or SamplingParams()
-        check_token_ids(prompt, params, self.model.vocab_size)
-        max_len = greatest_length(len(prompt), params.max_tokens, self.limits, self.kv, self.scheduler)
-        if cache_salt == "":
-            raise RequestRefused("cache_salt is empty: leave it out or give it at least one character", "cache_salt")
+        max_len = self.validate(prompt, params, cache_salt)
         request_id = f"req-{next(self._ids)}" if request_id is None else request_id
         if request_id in self.waiting or request_id in self.running:
             raise RequestRefused(f"a request with the id {request_id!r} is live: choose another id", "request_id")
@@ -101,6 +98,16 @@ class Engine:
         self.waiting[request.id] = request
         self._watchers.notify("swapserve_request_submitted", request=request)
         return request
+
+    def validate(self, prompt: Sequence[int], params: SamplingParams, cache_salt: str | None = None) -> int:
+        """Raise `RequestRefused` for what `submit` would refuse; returns the length at which the request ends.
+
+        Changes nothing and looks only at what never changes, so any thread may ask.
+        """
+        check_token_ids(prompt, params, self.model.vocab_size)
+        if cache_salt == "":
+            raise RequestRefused("cache_salt is empty: leave it out or give it at least one character", "cache_salt")
+        return greatest_length(len(prompt), params.max_tokens, self.limits, self.kv, self.scheduler)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Output | None:
         """End a request between two steps and return its final output; None for one that ended or never was."""

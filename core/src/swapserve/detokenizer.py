@@ -1,0 +1,114 @@
+"""Text as it comes, token by token: whole characters only, and nothing of a stop string.
+
+Decoding a window of the last tokens twice, with and without the new one, gives the text the new one adds; the
+window keeps what joins tokens (spaces, bytes of one character) right. A text that ends in U+FFFD may be half a
+character: it waits for the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from swapserve.params import SamplingParams
+from swapserve.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 6
+"""Tokens before the new ones that a window begins with: enough for every rule that joins tokens."""
+MAX_HELD_TOKENS = 8
+"""No character is made of more tokens than this: what is still no character then never will be."""
+REPLACEMENT = "\ufffd"
+
+
+@final
+class TextStream:
+    """The text of one request's output.
+
+    `push` returns the text that is certain; `finish` the rest. When a stop string has come, `stopped` is true,
+    nothing after it is ever returned, and `num_tokens` says how many tokens were used.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.stopped = False
+        self.num_tokens = 0
+        self.offsets: list[int] = []
+        """Where each token's text begins in the output."""
+        self._tokenizer, self._params = tokenizer, params
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
+        self._read = len(self._ids)
+        self._before = self._decode(self._ids)
+        self._length = 0
+        self._held = ""
+        """Decoded, and perhaps the beginning of a stop string."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens make certain."""
+        pieces = []
+        for token in tokens:
+            self.num_tokens += 1
+            self.offsets.append(self._length)
+            pieces.append(self._guard(self._add(token)))
+            if self.stopped:
+                break
+        return "".join(pieces)
+
+    def skip(self) -> None:
+        """Count a token that ends the request and has no place in its text."""
+        self.num_tokens += 1
+        self.offsets.append(self._length)
+
+    def finish(self) -> str:
+        """The text that was held back, when no more tokens come."""
+        if self.stopped:
+            return ""
+        rest = self._guard(self._flush())
+        if self.stopped:
+            return rest
+        held, self._held = self._held, ""
+        return rest + held
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._params.skip_special_tokens)
+
+    def _add(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_HELD_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def _flush(self) -> str:
+        return self._advance(self._decode(self._ids)) if self._read < len(self._ids) else ""
+
+    def _advance(self, text: str) -> str:
+        """Take over a decoded window: what it adds is out, and the next window begins with its last tokens."""
+        added = text[len(self._before) :]
+        self._length += len(added)
+        del self._ids[:-CONTEXT_TOKENS]
+        self._read = len(self._ids)
+        self._before = self._decode(self._ids)
+        return added
+
+    def _guard(self, added: str) -> str:
+        """Let through what cannot belong to a stop string any more; end at the first stop string."""
+        stops = self._params.stop
+        if not stops or self.num_tokens <= self._params.min_tokens:
+            held, self._held = self._held, ""
+            return held + added
+        text = self._held + added
+        found = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+        if found is not None:
+            self.stopped, self._held = True, ""
+            position, stop = found
+            return text[: position + len(stop) if self._params.include_stop_str_in_output else position]
+        keep = max(_overlap(text, stop) for stop in stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of a text are the beginning of a stop string."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

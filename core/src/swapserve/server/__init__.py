@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server: Starlette for the routes, uvicorn for the sockets."""
