@@ -16,7 +16,9 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """This process's environment without settings of a server."""
+    """This process's environment without settings of a server; folders on PYTHONPATH are added to its own."""
+    if "PYTHONPATH" in extra and os.environ.get("PYTHONPATH"):
+        extra["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SWAPSERVE_")}
     if "SWAPSERVE_CACHE" in os.environ:
         kept["SWAPSERVE_CACHE"] = os.environ["SWAPSERVE_CACHE"]

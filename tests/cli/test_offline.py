@@ -35,7 +35,7 @@ def answers(tiny_model: Path) -> dict[str, list[int]]:
     return found
 
 
-def test_answers_are_those_of_the_model_and_in_the_order_of_the_prompts(llm: LLM, answers: dict[str, list[int]]) -> None:
+def test_answers_are_those_of_the_model_in_the_order_of_the_prompts(llm: LLM, answers: dict[str, list[int]]) -> None:
     done = llm.generate(list(answers), GREEDY)
     assert [completion.prompt for completion in done] == list(answers)
     assert [list(completion.tokens) for completion in done] == list(answers.values())

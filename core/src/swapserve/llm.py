@@ -59,7 +59,13 @@ class _Answer:
 
     def take(self, output: Output) -> None:
         """Add what a step brought; a stop string in the text ends the answer and drops the tokens after it."""
-        self.text += self.stream.push(output.tokens)
+        ended_by_token = output.finish_reason is FinishReason.STOP
+        if ended_by_token and not self.request.params.include_stop_str_in_output:
+            self.text += self.stream.push(output.tokens[:-1])
+            if not self.stream.stopped:
+                self.stream.skip()
+        else:
+            self.text += self.stream.push(output.tokens)
         if output.finish_reason is not None:
             self.text += self.stream.finish()
             self.finish_reason = output.finish_reason

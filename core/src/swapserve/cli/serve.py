@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
 
 import click
 
 from swapserve import __version__
-from swapserve.cli.options import SettingsCommand, settings_from
+from swapserve.cli.options import Refused, SettingsCommand, settings_from
 from swapserve.cli.running import Reporter, refusals
+from swapserve.config import Settings
 
 
 @click.command(
@@ -25,12 +28,45 @@ def serve(**parameters: Any) -> None:
     """
     settings = settings_from(parameters)
     report = Reporter()
+    report(f"swapserve {__version__}")
     with refusals():
         from swapserve.build import build_engine, choose_policies
         from swapserve.plugins import Plugins
+        from swapserve.server.running import PortTaken, bind, run_server
 
+        try:
+            listener = bind(settings.host, settings.port)
+        except PortTaken as error:
+            raise Refused(str(error)) from None
         plugins = Plugins()
         policies = choose_policies(settings, plugins)
-        report(f"swapserve {__version__}")
         served = build_engine(settings, plugins, policies, report)
         report.table(served.chosen)
+
+    from swapserve.async_engine import AsyncEngine
+    from swapserve.server.state import ServerState
+
+    if not served.tokenizer.has_chat_template:
+        report("Warning: this model has no chat template: chat requests need --chat-template FILE")
+    state = ServerState(
+        engine=AsyncEngine(served.engine, served.tokenizer),
+        tokenizer=served.tokenizer,
+        model_names=served.names,
+        api_keys=() if settings.api_key is None else (settings.api_key,),
+        info=served.chosen,
+    )
+
+    def ready() -> None:
+        report(f"ready; try\n{_try_line(settings, listener.getsockname()[1], served.names[0])}")
+
+    run_server(state, listener, announce=report, ready=ready)
+    report("all requests are answered; bye")
+
+
+def _try_line(settings: Settings, port: int, model: str) -> str:
+    """A line for a shell that asks this server for a few words."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    body = {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
+    key = "" if settings.api_key is None else ' -H "Authorization: Bearer $SWAPSERVE_API_KEY"'
+    url = f"http://{host}:{port}/v1/completions"
+    return f"curl {url} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
