@@ -1,0 +1,212 @@
+"""The CPU backend: numba over pages for few queries, blocked products in torch for many.
+
+Caches lie as `[block, HK, page, D]`, so that a head's keys of one block are side by side.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swapserve_kernels import reference
+from swapserve_kernels.cpu_torch import attend_sequences
+from swapserve_kernels.types import AttnBatch, KVView
+
+try:
+    import numba
+
+    from swapserve_kernels import cpu_numba
+except ImportError:  # the extra `cpu` is not installed: torch alone does all of it
+    numba = None
+    cpu_numba = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+MANY_QUERIES = 24
+"""Slices of at least this many queries are products; shorter ones go over pages."""
+MAX_TILE_ROWS = 64
+"""Rows (queries times heads of a group) that share one pass over the keys."""
+_lock = threading.Lock()
+"""One parallel region at a time: numba's simplest threading layer ends the process when two threads enter it."""
+
+
+@dataclass
+class _Split:
+    """Which sequences go which way, and the tasks over pages by (KV heads, window, group); kept for a whole step."""
+
+    starts: list[int]
+    lengths: list[int]
+    few: list[int]
+    many: list[int]
+    tasks: dict[tuple[int, int, int], Any]
+
+
+class CpuBackend:
+    """`engine` is "numba" or "torch": what decodes run on, and for caches other than float32 it is always torch."""
+
+    name = "cpu"
+
+    def __init__(self, engine: str | None = None) -> None:
+        if engine is None:
+            engine = "torch" if numba is None else "numba"
+            if numba is None:
+                logger.warning("numba is not installed, so decoding runs in torch, slower: install swapserve-kernels[cpu]")
+        if engine not in ("numba", "torch"):
+            raise ValueError(f"there is no CPU engine {engine!r}; there are: numba, torch")
+        if engine == "numba" and numba is None:
+            raise ValueError("the CPU engine 'numba' needs numba: install swapserve-kernels[cpu]")
+        self.engine = engine
+        self._last: tuple[AttnBatch | None, _Split | None] = (None, None)
+        self._scratch: dict[int, tuple[Any, Any, Any]] = {}
+
+    def allocate(
+        self, num_blocks: int, page: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> KVView:
+        """An empty cache of one layer: a head's keys of a block lie side by side in memory."""
+        shape = (num_blocks, num_kv_heads, page, head_dim)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
+        return KVView(k, v)
+
+    def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Compile, or load from numba's cache, so that no request waits for it."""
+        cache = self.allocate(4, 16, num_kv_heads, head_dim, dtype, "cpu")
+        for count in (1, MANY_QUERIES):
+            batch = AttnBatch(
+                cu_q=torch.tensor([0, count], dtype=torch.int32),
+                kv_len=torch.tensor([count], dtype=torch.int32),
+                block_table=torch.arange(4, dtype=torch.int32)[None],
+                slots=torch.arange(count),
+                tree_mask=None,
+                max_q=count,
+                max_kv=count,
+            )
+            rows = torch.zeros(1, num_heads + 2 * num_kv_heads, count, head_dim, dtype=dtype)[0].transpose(0, 1)
+            q, k, v = rows.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+            self.write_kv(k, v, cache, batch.slots)
+            self.attention_varlen(q, cache, batch, sm_scale=1.0)
+
+    def write_kv(self, k: Tensor, v: Tensor, kv: KVView, slots: Tensor) -> None:
+        """Store `[T, HK, D]` keys and values at `slots`, int64 `[T]`; -1 stores nothing."""
+        if self.engine == "numba" and k.dtype == v.dtype == kv.k.dtype == torch.float32 and kv.k_scale is None:
+            cpu_numba.write_pages(_any(k), _any(v), _pages(kv.k), _pages(kv.v), slots.numpy())
+        else:
+            reference.write_kv(k, v, kv, slots)
+
+    def attention_varlen(
+        self,
+        q: Tensor,
+        kv: KVView,
+        batch: AttnBatch,
+        *,
+        sm_scale: float,
+        causal: bool = True,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of `q` `[T, HQ, D]` over each sequence's own keys; see `reference.attention_varlen`."""
+        num_kv_heads = kv.k.shape[2]
+        if q.shape[1] % num_kv_heads:
+            raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
+        if kv.k_scale is not None or kv.v_scale is not None:
+            raise ValueError("8-bit caches are not supported by this backend: use a 16-bit or 32-bit one")
+        if out is None:
+            out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
+        split = self._split(batch)
+        pages = (
+            self.engine == "numba" and causal and batch.tree_mask is None
+            and q.dtype == kv.k.dtype == out.dtype == torch.float32 and (lse is None or lse.dtype == torch.float32)
+        )  # fmt: skip
+        if pages and split.few:
+            self._attend_pages(split, q, kv, batch, sm_scale, window, softcap, sinks, out, lse)
+        many = split.many if pages else split.few + split.many
+        if many:
+            attend_sequences(
+                many, split.starts, split.lengths, q, kv, batch, out, lse,
+                sm_scale=sm_scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+        return out
+
+    def merge_states(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Join attention over parts of the keys; see `reference.merge_states`."""
+        reference.merge_states(outs, lses, out, lse)
+
+    def _split(self, batch: AttnBatch) -> _Split:
+        """Host numbers of a batch, worked out once for all its layers."""
+        kept, split = self._last
+        if kept is not batch or split is None:
+            starts, lengths = batch.cu_q.tolist(), batch.kv_len.tolist()
+            counts = [end - begin for begin, end in zip(starts[:-1], starts[1:], strict=True)]
+            few = [index for index, count in enumerate(counts) if 0 < count < MANY_QUERIES]
+            many = [index for index, count in enumerate(counts) if count >= MANY_QUERIES]
+            split = _Split(starts, lengths, few, many, {})
+            self._last = (batch, split)
+        return split
+
+    def _attend_pages(
+        self,
+        split: _Split,
+        q: Tensor,
+        kv: KVView,
+        batch: AttnBatch,
+        sm_scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        num_kv_heads, width = kv.k.shape[2], kv.v.shape[3]
+        group, threads = q.shape[1] // num_kv_heads, torch.get_num_threads()
+        key = (num_kv_heads, window, group)
+        tasks = split.tasks.get(key)
+        if tasks is None:
+            queries = max(1, MAX_TILE_ROWS // group)
+            tasks = split.tasks[key] = cpu_numba.plan_tasks(
+                split.few, split.starts, split.lengths, num_kv_heads, window, queries, threads
+            )
+        with _lock:
+            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+            numba.set_parallel_chunksize(1)
+            made, tops, sums = self._room(len(tasks), int(tasks[:, 3].max()) * group, width)
+            cpu_numba.attend_pages(
+                tasks, _any(q), _pages(kv.k), _pages(kv.v), batch.block_table.numpy(),
+                np.float32(sm_scale), window, np.float32(softcap), made, tops, sums,
+            )  # fmt: skip
+            no_sinks, no_lse = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+            cpu_numba.join_tasks(
+                tasks, made, tops, sums, no_sinks if sinks is None else sinks.float().numpy(), group,
+                out.numpy(), no_lse if lse is None else lse.numpy(),
+            )  # fmt: skip
+
+    def _room(self, num_tasks: int, num_rows: int, width: int) -> tuple[Any, Any, Any]:
+        """Scratch for the outcome of tasks, kept from call to call and grown when it must be."""
+        need = num_tasks * num_rows
+        made, tops, sums = self._scratch.get(width, (None, None, None))
+        if made is None or len(tops) < need:
+            made = np.empty(need * width, np.float32)
+            tops, sums = np.empty(need, np.float32), np.empty(need, np.float32)
+            self._scratch[width] = (made, tops, sums)
+        return (
+            made[: need * width].reshape(num_tasks, num_rows, width),
+            tops[:need].reshape(num_tasks, num_rows),
+            sums[:need].reshape(num_tasks, num_rows),
+        )
+
+
+def _pages(cache: Tensor) -> Any:
+    """A cache as numpy sees it, `[block, HK, page, D]`, without a copy."""
+    return cache.transpose(1, 2).numpy()
+
+
+def _any(rows: Tensor) -> Any:
+    """`[T, H, D]` rows for numba: always of one memory layout, so that one compiled version serves."""
+    return rows.contiguous().numpy()

@@ -1,0 +1,105 @@
+"""Attention of one sequence at a time in torch: matrix products over a run of its keys, in blocks of queries.
+
+For prompts and pieces of prompts this is as fast as a CPU gets: the products are large, and copying a sequence's
+keys side by side costs little beside them. A block of queries looks only at the keys that it can see, so a sliding
+window is cheap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swapserve_kernels.reference import visible
+from swapserve_kernels.types import AttnBatch, KVView
+
+SCORE_FLOATS = 1 << 19
+"""Scores held at once, 2 MiB: a block of queries is as large as keeps them in the cache."""
+MIN_BLOCK_QUERIES = 16
+
+
+def attend_sequences(
+    sequences: list[int],
+    starts: list[int],
+    lengths: list[int],
+    q: Tensor,
+    kv: KVView,
+    batch: AttnBatch,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    sm_scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None:
+    """Fill `out` `[T, HQ, D]` (and `lse`) for some sequences of a batch; `starts` and `lengths` are host copies."""
+    num_kv_heads = kv.k.shape[2]
+    for sequence in sequences:
+        begin, end, length = starts[sequence], starts[sequence + 1], lengths[sequence]
+        first = max(0, length - (end - begin) + 1 - window) if window else 0
+        keys, values = (_run(cache, batch.block_table[sequence], first, length) for cache in (kv.k, kv.v))
+        tree = None if batch.tree_mask is None else batch.tree_mask[begin:end]
+        seen = visible(end - begin, length, causal, window, tree, q.device)[:, first:]
+        step = max(MIN_BLOCK_QUERIES, SCORE_FLOATS // (q.shape[1] * (length - first)))
+        for low in range(begin, end, step):
+            high = min(low + step, end)
+            mask = seen[low - begin : high - begin]
+            left, right = _bounds(mask, low - begin, high - begin, length - (end - begin), first, causal, window)
+            _block(
+                q[low:high], keys[:, left:right], values[:, left:right], mask[:, left:right], num_kv_heads,
+                out[low:high], None if lse is None else lse[low:high], sm_scale, softcap, sinks,
+            )  # fmt: skip
+
+
+def _run(cache: Tensor, table: Tensor, first: int, length: int) -> Tensor:
+    """Positions [first, length) of a sequence side by side, float32 `[HK, length - first, D]`."""
+    page = cache.shape[1]
+    low = first // page
+    blocks = cache.index_select(0, table[low : -(-length // page)])
+    run = blocks.permute(2, 0, 1, 3).reshape(cache.shape[2], -1, cache.shape[3])
+    return run[:, first - low * page : length - low * page].to(torch.float32)
+
+
+def _bounds(
+    mask: Tensor, low: int, high: int, context: int, first: int, causal: bool, window: int
+) -> tuple[int, int]:
+    """The keys, counted from `first`, that queries [low, high) of a sequence can see at all."""
+    right = min(mask.shape[1], context + high - first) if causal else mask.shape[1]
+    left = max(0, context + low + 1 - window - first) if window else 0
+    return left, right
+
+
+def _block(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    num_kv_heads: int,
+    out: Tensor,
+    lse: Tensor | None,
+    sm_scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None:
+    """One block of queries `[n, HQ, D]` against keys `[HK, L, D]`: the heads of a group are rows of one product."""
+    count, num_heads, head_dim = q.shape
+    group = num_heads // num_kv_heads
+    rows = q.to(torch.float32).view(count, num_kv_heads, group, head_dim).transpose(0, 1)
+    scores = torch.bmm(rows.reshape(num_kv_heads, count * group, head_dim) * sm_scale, keys.transpose(1, 2))
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    shaped = scores.view(num_kv_heads, count, group, -1)
+    shaped.masked_fill_(~mask[None, :, None, :], float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(torch.float32).view(num_kv_heads, 1, group, 1).expand(-1, count, -1, -1)
+        shaped = torch.cat([shaped, sink], dim=3)
+    weights = torch.softmax(shaped, dim=3)
+    if sinks is None and not bool(mask.any(1).all()):
+        weights = weights.nan_to_num(0.0)
+    weights = weights[..., : keys.shape[1]].reshape(num_kv_heads, count * group, -1)
+    made = torch.bmm(weights, values).view(num_kv_heads, count, group, -1).transpose(0, 1)
+    out.copy_(made.reshape(count, num_heads, -1))
+    if lse is not None:
+        lse.copy_(shaped.logsumexp(3).permute(1, 0, 2).reshape(count, num_heads))
