@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from swapserve import __version__
 from swapserve.config import Settings, SettingsError
 from swapserve.demo import DemoModelMissing, demo_model_path
 from swapserve.engine import Engine
@@ -107,6 +108,7 @@ def build_engine(
     Raises `SettingsError`, `PluginError` or a `ModelError`, each with one sentence.
     """
     source = find_model(settings, progress)
+    progress(f"swapserve {__version__}")
     from swapserve.executor import TorchExecutor
     from swapserve.model import load_model
 
@@ -119,6 +121,9 @@ def build_engine(
         backend=backend,
         progress=progress,
     )
+    progress(f"preparing the attention kernels ({model.kernels.name})")
+    for num_heads, num_kv_heads, head_dim in {(one.num_heads, one.num_kv_heads, one.head_dim) for one in model.layers}:
+        model.kernels.prepare(num_heads, num_kv_heads, head_dim, model.dtype)
     info = _model_info(model, settings, progress)
     # A speculator with a model of its own takes memory: it comes before the rest is counted.
     speculator = cast(type[Speculator], policies.speculator.policy)(policies.speculator.options, info)

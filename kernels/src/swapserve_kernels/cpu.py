@@ -6,6 +6,7 @@ Caches lie as `[block, HK, page, D]`, so that a head's keys of one block are sid
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,18 @@ class _Split:
     tasks: dict[tuple[int, int, int], Any]
 
 
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take neither time nor memory until they are written: numpy's are fresh pages of the system's.
+
+    torch's own are written one by one, which for a cache of 4 GiB takes seconds at every start.
+    """
+    align = 64
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + align, np.uint8))
+    start = -raw.data_ptr() % align
+    return raw[start : start + size].view(dtype).view(shape)
+
+
 class CpuBackend:
     """`engine` is "numba" or "torch": what decodes run on, and for caches other than float32 it is always torch."""
 
@@ -70,7 +83,7 @@ class CpuBackend:
     ) -> KVView:
         """An empty cache of one layer: a head's keys of a block lie side by side in memory."""
         shape = (num_blocks, num_kv_heads, page, head_dim)
-        k, v = (torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
+        k, v = (_untouched_zeros(shape, dtype).transpose(1, 2) for _ in range(2))
         return KVView(k, v)
 
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

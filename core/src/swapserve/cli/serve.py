@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from swapserve import __version__
 from swapserve.cli.options import Refused, SettingsCommand, settings_from
 from swapserve.cli.running import Reporter, refusals
 from swapserve.config import Settings
@@ -28,7 +27,6 @@ def serve(**parameters: Any) -> None:
     """
     settings = settings_from(parameters)
     report = Reporter()
-    report(f"swapserve {__version__}")
     with refusals():
         from swapserve.build import build_engine, choose_policies
         from swapserve.plugins import Plugins
