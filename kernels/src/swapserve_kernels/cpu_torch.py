@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from swapserve_kernels.reference import visible
 from swapserve_kernels.types import AttnBatch, KVView
 
-SCORE_FLOATS = 1 << 19
-"""Scores held at once, 2 MiB: a block of queries is as large as keeps them in the cache."""
-MIN_BLOCK_QUERIES = 16
+BLOCK_QUERIES = 128
+"""Queries of a sequence taken together: small enough that a causal or windowed block sees few keys in vain."""
 
 
 def attend_sequences(
@@ -42,15 +42,19 @@ def attend_sequences(
         keys, values = (_run(cache, batch.block_table[sequence], first, length) for cache in (kv.k, kv.v))
         tree = None if batch.tree_mask is None else batch.tree_mask[begin:end]
         seen = visible(end - begin, length, causal, window, tree, q.device)[:, first:]
-        step = max(MIN_BLOCK_QUERIES, SCORE_FLOATS // (q.shape[1] * (length - first)))
-        for low in range(begin, end, step):
-            high = min(low + step, end)
+        fused = not softcap and sinks is None and lse is None and tree is None and causal
+        for low in range(begin, end, BLOCK_QUERIES):
+            high = min(low + BLOCK_QUERIES, end)
             mask = seen[low - begin : high - begin]
             left, right = _bounds(mask, low - begin, high - begin, length - (end - begin), first, causal, window)
-            _block(
-                q[low:high], keys[:, left:right], values[:, left:right], mask[:, left:right], num_kv_heads,
-                out[low:high], None if lse is None else lse[low:high], sm_scale, softcap, sinks,
-            )  # fmt: skip
+            mask, near, far = mask[:, left:right], keys[:, left:right], values[:, left:right]
+            if fused:
+                _fused_block(q[low:high], near, far, mask, out[low:high], sm_scale)
+            else:
+                _block(
+                    q[low:high], near, far, mask, num_kv_heads,
+                    out[low:high], None if lse is None else lse[low:high], sm_scale, softcap, sinks,
+                )  # fmt: skip
 
 
 def _run(cache: Tensor, table: Tensor, first: int, length: int) -> Tensor:
@@ -69,6 +73,14 @@ def _bounds(
     right = min(mask.shape[1], context + high - first) if causal else mask.shape[1]
     left = max(0, context + low + 1 - window - first) if window else 0
     return left, right
+
+
+def _fused_block(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, out: Tensor, sm_scale: float) -> None:
+    """One block through torch's own fused attention, for what it can do: no soft cap, no sinks, no log-sum."""
+    made = scaled_dot_product_attention(
+        q.to(torch.float32).transpose(0, 1)[None], keys[None], values[None], mask, scale=sm_scale, enable_gqa=True
+    )
+    out.copy_(made[0].transpose(0, 1))
 
 
 def _block(
