@@ -24,7 +24,7 @@ class Contiguous(KVManager):
         block_size: int = Field(16, ge=1, description="slots in a block; runs are rounded up to whole blocks")
 
     def __init__(self, options: Options, num_slots: int) -> None:
-        super().__init__(options, num_slots)
+        super().__init__(options, num_slots // options.block_size * options.block_size)
         self.block_size = options.block_size
         self._num_blocks = num_slots // options.block_size
         self._runs: dict[str, range] = {}

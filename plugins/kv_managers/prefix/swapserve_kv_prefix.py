@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -28,10 +28,23 @@ class _Entry:
     parent: _Entry | None
     salt: str | None
     block: int
+    """Where its keys and values are."""
 
     def holds(self, tokens: tuple[int, ...], parent: _Entry | None, salt: str | None) -> bool:
         """Whether this is that block: a digest that happens to be the same is not enough."""
         return self.parent is parent and self.tokens == tokens and self.salt == salt
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """What was worked out about one request's tokens. They only grow, so it holds until the request is freed."""
+
+    digests: list[bytes] = field(default_factory=list)
+    """Of its leading full blocks, as far as anyone has asked."""
+    hits: list[_Entry] = field(default_factory=list)
+    """What a look-up found when the index had changed `version` times and there were `length` tokens."""
+    version: int = -1
+    length: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +68,7 @@ class Prefix(KVManager):
         block_size: int = Field(16, ge=1, description="slots in a block; only full blocks are shared")
 
     def __init__(self, options: Options, num_slots: int) -> None:
-        super().__init__(options, num_slots)
+        super().__init__(options, num_slots // options.block_size * options.block_size)
         self.block_size = options.block_size
         self.digest_bytes = 32
         """How much of a sha256 digest is kept; less makes collisions, which cost hits and never change an output."""
@@ -65,19 +78,20 @@ class Prefix(KVManager):
         """Published blocks that no one holds, the least recently used first."""
         self._holders = [0] * self._num_blocks
         self._index: dict[bytes, _Entry] = {}
+        self._version = 0
         self._published: dict[int, _Entry] = {}
         self._held: dict[str, _Held] = {}
         self._promises: dict[bytes, str] = {}
-        self._digests: dict[str, list[bytes]] = {}
+        self._known: dict[str, _Known] = {}
 
     def lookup(self, request: Request) -> int:
-        return sum(1 for _ in self._hits(request, len(request.tokens) - 1)) * self.block_size
+        return len(self._hits(request)) * self.block_size
 
     def awaited(self, request: Request) -> str | None:
-        first = self.lookup(request) // self.block_size
-        if (first + 1) * self.block_size > len(request.tokens) - 1:
+        found = len(self._hits(request))
+        if (found + 1) * self.block_size > len(request.tokens) - 1:
             return None
-        owner = self._promises.get(self._digest(request, first))
+        owner = self._promises.get(self._digest(request, found))
         return owner if owner != request.id else None
 
     def fits(self, request: Request, cached: int, total: int) -> bool:
@@ -85,9 +99,9 @@ class Prefix(KVManager):
         needed = -(-total // self.block_size)
         if held is not None:
             return needed - len(held.table) <= len(self._free) + len(self._unheld)
-        hits = [entry.block for entry in self._hits(request, cached)]
+        hits = self._hits(request)[: cached // self.block_size]
         # A block that is about to be shared is no room for anything else.
-        spare = len(self._free) + len(self._unheld) - sum(block in self._unheld for block in hits)
+        spare = len(self._free) + len(self._unheld) - sum(entry.block in self._unheld for entry in hits)
         return len(hits) == cached // self.block_size and needed - len(hits) <= spare
 
     def reserve(self, request: Request, cached: int, total: int) -> bool:
@@ -95,7 +109,8 @@ class Prefix(KVManager):
             return False
         held = self._held.get(request.id)
         if held is None:
-            held = self._held[request.id] = _Held(chain=list(self._hits(request, cached)))
+            held = self._held[request.id] = _Held(chain=self._hits(request)[: cached // self.block_size])
+            # What is shared is held before anything is evicted to make room for the rest.
             for entry in held.chain:
                 self._hold(entry.block)
                 held.table.append(entry.block)
@@ -120,7 +135,7 @@ class Prefix(KVManager):
             self._release(held.table.pop())
 
     def free(self, request: Request) -> None:
-        self._digests.pop(request.id, None)
+        self._known.pop(request.id, None)
         held = self._held.pop(request.id, None)
         if held is not None:
             self._withdraw(request, held)
@@ -137,8 +152,8 @@ class Prefix(KVManager):
         return (self._num_blocks - len(self._free) - len(self._unheld)) / self._num_blocks
 
     def reset(self) -> bool:
-        while self._unheld:
-            self._free.append(self._evict())
+        for block in list(self._unheld):
+            self._unpublish(block)
         return not self._published
 
     def check(self) -> None:
@@ -160,7 +175,7 @@ class Prefix(KVManager):
 
     def _digest(self, request: Request, index: int) -> bytes:
         """The digest of a request's full block: tagged and length-prefixed, so that no two layouts read the same."""
-        digests = self._digests.setdefault(request.id, [])
+        digests = self._known.setdefault(request.id, _Known()).digests
         while len(digests) <= index:
             if not digests:
                 salt = b"\0" if request.cache_salt is None else b"\1" + request.cache_salt.encode()
@@ -172,15 +187,23 @@ class Prefix(KVManager):
             digests.append(hashlib.sha256(content).digest()[: self.digest_bytes])
         return digests[index]
 
-    def _hits(self, request: Request, length: int) -> Iterator[_Entry]:
-        """The entries of the leading full blocks of `tokens[:length]` that can be found now."""
-        parent: _Entry | None = None
-        for index in range(length // self.block_size):
+    def _hits(self, request: Request) -> list[_Entry]:
+        """The entries of the leading full blocks of `tokens[:-1]` that can be found now.
+
+        A step asks several times for each request it might admit: the same answer is good until the index changes.
+        """
+        known = self._known.setdefault(request.id, _Known())
+        if known.version == self._version and known.length == len(request.tokens):
+            return known.hits
+        hits: list[_Entry] = []
+        for index in range((len(request.tokens) - 1) // self.block_size):
             entry = self._index.get(self._digest(request, index))
+            parent = hits[-1] if hits else None
             if entry is None or not entry.holds(self._tokens(request, index), parent, request.cache_salt):
-                return
-            yield entry
-            parent = entry
+                break
+            hits.append(entry)
+        known.hits, known.version, known.length = hits, self._version, len(request.tokens)
+        return hits
 
     def _promise(self, request: Request, held: _Held) -> None:
         for index in range(len(held.chain), len(request.tokens) // self.block_size):
@@ -195,17 +218,18 @@ class Prefix(KVManager):
         held.promised.clear()
 
     def _publish(self, request: Request, held: _Held, index: int) -> None:
-        """Make a verified full block findable, unless its like is already, or cannot be reached from its parent."""
+        """Make a verified full block findable, unless its like is already, or the one before it is not."""
         digest, tokens = self._digest(request, index), self._tokens(request, index)
         parent = held.chain[-1] if held.chain else None
         entry = self._index.get(digest)
         if entry is None or not entry.holds(tokens, parent, request.cache_salt):
-            reachable = parent is None or self._index.get(parent.digest) is parent
-            taken = entry is not None
-            entry = _Entry(digest, tokens, parent, request.cache_salt, held.table[index])
-            if reachable and not taken:
-                self._index[digest] = entry
-                self._published[entry.block] = entry
+            stale, entry = entry, _Entry(digest, tokens, parent, request.cache_salt, held.table[index])
+            if parent is None or self._index.get(parent.digest) is parent:
+                if stale is not None:
+                    # Its parent was evicted, so that no one can find it, or its digest collides: it gives way.
+                    self._unpublish(stale.block)
+                self._index[digest] = self._published[entry.block] = entry
+                self._version += 1
         held.chain.append(entry)
         if self._promises.get(digest) == request.id:
             del self._promises[digest]
@@ -224,15 +248,20 @@ class Prefix(KVManager):
                 self._free.append(block)
 
     def _unpublish(self, block: int) -> None:
+        """Let no one find a block's content any more; a block that no one holds becomes free."""
         entry = self._published.pop(block, None)
-        if entry is not None:
-            del self._index[entry.digest]
+        if entry is None:
+            return
+        del self._index[entry.digest]
+        self._version += 1
+        if block in self._unheld:
+            del self._unheld[block]
+            self._free.append(block)
 
     def _evict(self) -> int:
         """Take the least recently used block that no one holds."""
-        block, _ = self._unheld.popitem(last=False)
-        self._unpublish(block)
-        return block
+        self._unpublish(next(iter(self._unheld)))
+        return self._free.pop()
 
 
 @hookimpl

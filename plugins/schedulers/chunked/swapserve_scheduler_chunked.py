@@ -13,8 +13,9 @@ from swapserve import PolicyOptions, Request, Scheduler, StepPlan, hookimpl
 class Chunked(Scheduler):
     """Everyone who decodes gets on in every step; what is left of the chunk goes to prompts, oldest first.
 
-    A newcomer is let in only when all of its prompt has room, and waits one step when its next block is being
-    computed by another in this step.
+    Drafts take only what leaves a token for everyone who runs and for the next newcomer, and no more requests run
+    than the chunk has tokens: so each of them decodes, and the oldest prompt grows, in every step. A newcomer waits
+    one step when its next block is being computed by another in this one.
     """
 
     name = "chunked"
@@ -33,19 +34,23 @@ class Chunked(Scheduler):
 
     def schedule(self, plan: StepPlan) -> None:
         left = min(self.chunk_size or plan.tokens_left, plan.tokens_left)
+        num_behind = len(plan.running) + bool(plan.waiting and plan.seats_left)
         for request in sorted(plan.running, key=_prefilling_last):
-            if left:
-                left -= plan.make_room_for(request, at_most=self._piece(request, left)).tokens
+            num_behind -= 1
+            left -= plan.make_room_for(request, at_most=self._piece(request, left, num_behind)).tokens
         for request in plan.waiting[: plan.limits.max_num_seqs]:
-            if plan.soon_cached(request):
+            if left and plan.seats_left and plan.soon_cached(request):
                 continue
-            if not left or not plan.fits(request):
+            grant = plan.include(request, at_most=self._piece(request, left))
+            if not grant:
                 break
-            left -= plan.include(request, at_most=self._piece(request, left)).tokens
+            left -= grant.tokens
 
-    def _piece(self, request: Request, left: int) -> int:
-        """How much of the chunk one request may take."""
-        return min(left, self.longest_piece) if self.longest_piece and request.prefilling else left
+    def _piece(self, request: Request, left: int, num_behind: int = 0) -> int:
+        """How many of the chunk's last `left` tokens a request may take, with so many still to be served after it."""
+        if request.prefilling:
+            return min(left, self.longest_piece or left)
+        return max(min(left, 1), left - num_behind)
 
 
 def _prefilling_last(request: Request) -> bool:

@@ -20,7 +20,7 @@ class Continuous(Scheduler):
         for request in plan.running:
             plan.make_room_for(request)
         for request in plan.waiting[: plan.limits.max_num_seqs]:
-            if plan.soon_cached(request):
+            if plan.seats_left and plan.soon_cached(request):
                 continue
             if not plan.include(request):
                 break

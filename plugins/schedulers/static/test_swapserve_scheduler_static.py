@@ -31,3 +31,16 @@ def test_the_batch_size_is_an_option() -> None:
         engine.submit([n], greedy(2))
     engine.step()
     assert len(engine.running) == 2
+
+
+def test_a_preempted_request_comes_back_with_the_next_batch() -> None:
+    engine = TestStatic().engine(ghost_info(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=32), 9)
+    older, short, younger, fourth = (engine.submit([n] * 8, greedy(m)) for n, m in ((1, 20), (2, 7), (3, 8), (4, 1)))
+    while not short.finished:
+        engine.step()
+    assert younger.preemptions == 1 and engine.kv.fits(younger, 0, len(younger.tokens))
+    while not older.finished:
+        assert list(engine.running) == [older.id], "someone joined a batch that was not done"
+        engine.step()
+    engine.step()
+    assert list(engine.running) == [younger.id] and fourth.finished
