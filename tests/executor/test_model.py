@@ -80,6 +80,8 @@ def test_settings_that_do_not_exist(model_folder):
         load_model(folder, device="abacus")
     with pytest.raises(ModelError, match=r"--max-model-len 257 is more than .* 256"):
         load_model(folder, max_model_len=257)
+    with pytest.raises(ModelError, match="reference, cpu, triton"):
+        load_model(folder, device="cpu", backend="abacus")
     assert load_model(folder, device="cpu", max_model_len=100).max_model_len == 100
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from swapserve_kernels import AttnBatch, KVView
 from torch import Tensor
 from transformers import AttentionInterface
 
 from swapserve.model_errors import UnsupportedModel
+from swapserve_kernels import AttnBatch, KVView
 
 ATTENTION_NAME = "swapserve"
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from swapserve import __version__
 from swapserve.config import Settings, SettingsError
 from swapserve.demo import DemoModelMissing, demo_model_path
 from swapserve.engine import Engine
-from swapserve.plugins import Plugins, PolicyClass
-from swapserve.policies import KVManager, ModelInfo, OpenModel, PolicyOptions, Scheduler, Speculator
+from swapserve.model_errors import ModelError
+from swapserve.openmp import wait_politely
+from swapserve.plugins import PluginError, Plugins, PolicyClass
+from swapserve.policies import KVManager, ModelInfo, OpenModel, PolicyOptions, Speculator
 from swapserve.spec import PolicySpec, check_options
 from swapserve.tokenizer import Tokenizer, read_template
 
@@ -37,6 +39,15 @@ class ChosenPolicy:
     kind: str
     policy: PolicyClass
     options: PolicyOptions
+
+    def make(self, *arguments: object) -> Any:
+        """The policy, made with its options and what else its kind is given; `PluginError` for a value it refuses."""
+        try:
+            return self.policy(self.options, *arguments)  # type: ignore[arg-type]
+        except (PluginError, ModelError):
+            raise
+        except ValueError as error:
+            raise PluginError(f"{self.kind} {self.policy.name!r}: {error}") from error
 
     def __str__(self) -> str:
         given = self.options.model_dump(mode="json", exclude_none=True)
@@ -109,6 +120,7 @@ def build_engine(
     """
     source = find_model(settings, progress)
     progress(f"swapserve {__version__}")
+    wait_politely()
     from swapserve.executor import TorchExecutor
     from swapserve.model import load_model
 
@@ -126,14 +138,14 @@ def build_engine(
         model.kernels.prepare(num_heads, num_kv_heads, head_dim, model.dtype)
     info = _model_info(model, settings, progress)
     # A speculator with a model of its own takes memory: it comes before the rest is counted.
-    speculator = cast(type[Speculator], policies.speculator.policy)(policies.speculator.options, info)
+    speculator: Speculator = policies.speculator.make(info)
     block_size = getattr(policies.kv.options, "block_size", DEFAULT_BLOCK_SIZE)
     size = _pool_size(model, settings, block_size, progress)
-    kv = cast(type[KVManager], policies.kv.policy)(policies.kv.options, size.num_tokens)
+    kv: KVManager = policies.kv.make(size.num_tokens)
     executor = TorchExecutor(model, kv.num_slots // kv.block_size, kv.block_size)
     engine = Engine(
         executor=executor,
-        scheduler=cast(type[Scheduler], policies.scheduler.policy)(policies.scheduler.options),
+        scheduler=policies.scheduler.make(),
         kv=kv,
         speculator=speculator,
         model=info,

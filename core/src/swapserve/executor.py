@@ -13,7 +13,6 @@ from itertools import chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from swapserve_kernels import AttnBatch, get_backend
 from torch import Tensor
 
 from swapserve.attention import PooledAttention
@@ -21,6 +20,7 @@ from swapserve.batch import Batch, Verdict
 from swapserve.model import LoadedModel
 from swapserve.request import Request
 from swapserve.sampler import Sampler, plan_rows
+from swapserve_kernels import AttnBatch, get_backend
 
 
 class TorchExecutor:

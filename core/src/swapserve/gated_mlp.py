@@ -43,7 +43,7 @@ def fuse_gated_mlps(module: nn.Module) -> int:
 
 
 def _fused(mlp: nn.Module) -> FusedGatedMLP | None:
-    """The fused form of a layer with `gate_proj`, `up_proj` and `down_proj`; None where no activation makes it equal."""
+    """The fused form of a layer with `gate_proj`, `up_proj` and `down_proj`; None where no activation fits."""
     parts = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     packed = [part for part in parts if isinstance(part, PackedLinear) and part.is_whole]
     if len(packed) != 3 or isinstance(mlp, FusedGatedMLP):

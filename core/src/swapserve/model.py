@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import torch
 import transformers
-from swapserve_kernels import get_backend
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -22,6 +21,7 @@ from swapserve.inspection import HeadRule, LayerFacts, check_head, inspect_atten
 from swapserve.linear import pack_linears, packing_available, release_pages, return_free_memory
 from swapserve.model_errors import ModelError, ModelNotFound, UnsupportedModel
 from swapserve.norms import fuse_norms
+from swapserve_kernels import BackendUnavailable, get_backend
 
 __all__ = ["LoadedModel", "ModelError", "ModelNotFound", "UnsupportedModel", "load_model"]
 
@@ -153,7 +153,7 @@ def _prepare(
         config=text_config,
         device=place,
         dtype=module.dtype,
-        kernels=get_backend(backend, place),
+        kernels=_kernels(backend, place),
         layers=layers,
         vocab_size=head.out_features,
         max_model_len=_max_model_len(text_config, max_len),
@@ -219,6 +219,13 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
     if name not in DTYPES:
         raise ModelError(f"there is no dtype {name!r}: give auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _kernels(name: str | None, device: torch.device) -> Kernels:
+    try:
+        return get_backend(name, device)
+    except (BackendUnavailable, ValueError) as error:
+        raise ModelError(str(error)) from error
 
 
 def _max_model_len(config: PreTrainedConfig, wanted: int | None) -> int:
