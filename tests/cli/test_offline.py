@@ -49,17 +49,19 @@ def test_answers_are_those_of_the_model_in_the_order_of_the_prompts(llm: LLM, an
     [
         {"scheduler": "static", "kv": "contiguous"},
         {"scheduler": "continuous", "kv": "paged", "speculator": "ngram"},
+        {"scheduler": "chunked,chunk_size=5", "speculator": "draft,model=TINY,num_speculative_tokens=3"},
         {"enable_prefix_caching": False, "block_size": 4},
     ],
 )
 def test_policies_are_chosen_by_name_and_change_no_answer(
     tiny_model: Path, answers: dict[str, list[int]], policies: dict[str, object]
 ) -> None:
-    other = LLM(str(tiny_model), kv_cache_memory_bytes=MEMORY, **policies)
+    given = {kind: str(text).replace("TINY", str(tiny_model)) for kind, text in policies.items()}
+    other = LLM(str(tiny_model), kv_cache_memory_bytes=MEMORY, **given)
     assert [list(one.tokens) for one in other.generate(list(answers), GREEDY)] == list(answers.values())
     for kind, name in policies.items():
         if kind in ("scheduler", "kv", "speculator"):
-            assert other.chosen[kind].startswith(str(name))
+            assert other.chosen[kind].startswith(str(name).partition(",")[0])
 
 
 def test_a_single_prompt_may_be_text_or_tokens(llm: LLM) -> None:
@@ -166,3 +168,34 @@ def test_generate_reads_jsonl_with_parameters_of_each_prompt(serve, tiny_model: 
     assert "the model's context is 256" in str(four["error"])
 
 
+
+
+def test_generate_refuses_a_conversation_that_the_template_cannot_render(serve, tiny_model: Path) -> None:
+    done = serve("generate", str(tiny_model), stdin='{"messages": [{"role": "user"}, "hi"]}\n')
+    assert done.returncode == 2
+    assert "Error: line 1: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_policy_that_refuses_its_options_is_named(serve, install, tiny_model: Path) -> None:
+    source = """
+from swapserve import Scheduler, hookimpl
+
+
+class Odd(Scheduler):
+    name = "odd"
+
+    def __init__(self, options):
+        raise ValueError("the moon is full")
+
+    def schedule(self, plan):
+        pass
+
+
+@hookimpl
+def swapserve_register_scheduler():
+    return Odd
+"""
+    site = install("acme-odd", "scheduler_odd", source)
+    done = serve("generate", str(tiny_model), "--scheduler", "odd", stdin="hi\n", PYTHONPATH=str(site))
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "Error: scheduler 'odd': the moon is full")

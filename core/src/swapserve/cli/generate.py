@@ -14,9 +14,10 @@ from swapserve.cli.options import GroupedOption, Refused, SettingsCommand, setti
 from swapserve.cli.running import Reporter, refusals
 from swapserve.config import SERVER
 from swapserve.params import SamplingParams
+from swapserve.request import RequestRefused
 
 if TYPE_CHECKING:
-    from swapserve.llm import Completion
+    from swapserve.llm import LLM, Completion, Prompt
 
 OWN = "Prompts and answers"
 PROMPT_KEYS = ("prompt", "messages")
@@ -83,13 +84,13 @@ def generate(input: IO[str], output: IO[str], **parameters: Any) -> None:
         click.get_current_context().exit(1)
 
 
-def _answer(llm: Any, jobs: list[Job], output: IO[str]) -> int:
+def _answer(llm: LLM, jobs: list[Job], output: IO[str]) -> int:
     """Write one line a job, in order; returns how many failed."""
     from tqdm import tqdm
 
     finished: dict[int, Completion] = {}
     written = failed = num_tokens = 0
-    prompts = [llm.render_chat(job.prompt) if job.is_chat else job.prompt for job in jobs]
+    prompts = [_rendered(llm, job) if job.is_chat else job.prompt for job in jobs]
     with tqdm(total=len(jobs), unit="prompt", disable=None) as bar:
         for index, completion in llm.iterate(prompts, [job.params for job in jobs], keep_going=True):
             finished[index] = completion
@@ -102,6 +103,14 @@ def _answer(llm: Any, jobs: list[Job], output: IO[str]) -> int:
                 written += 1
             output.flush()
     return failed
+
+
+def _rendered(llm: LLM, job: Job) -> Prompt:
+    """A conversation as a prompt; `Refused` when the model's template is missing or cannot make one of it."""
+    try:
+        return llm.render_chat(job.prompt)
+    except RequestRefused as refusal:
+        raise Refused(f"line {job.line}: {refusal}") from None
 
 
 def _line(job: Job, completion: Completion) -> dict[str, Any]:
