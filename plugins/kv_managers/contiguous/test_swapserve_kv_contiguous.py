@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from swapserve_kv_contiguous import Contiguous
 
 from swapserve.testing import KVManagerContract
@@ -22,3 +23,19 @@ def test_a_run_is_held_for_the_greatest_length_and_free_runs_are_used_first_fit(
     assert not kv.fits(make_request("long", [1], 17), 0, 1), "four blocks are free, but not side by side"
     small = make_request("small", [1], 5)
     assert kv.reserve(small, 0, 1) and list(kv.table(small)) == [3]
+
+
+def test_slots_that_fill_no_block_are_not_counted() -> None:
+    kv = Contiguous(Contiguous.Options(block_size=4), 11)
+    assert kv.num_slots == kv.longest() == 8
+    assert not kv.fits(make_request("nine", [1] * 9, 10), 0, 9) and kv.fits(make_request("eight", [1] * 8, 9), 0, 8)
+
+
+def test_the_check_sees_books_that_disagree() -> None:
+    kv = Contiguous(Contiguous.Options(block_size=4), 40)
+    one, two = make_request("one", [1] * 8, 9), make_request("two", [2] * 8, 9)
+    assert kv.reserve(one, 0, 8) and kv.reserve(two, 0, 8)
+    kv.check()
+    kv._runs["two"] = range(1, 3)
+    with pytest.raises(AssertionError, match="overlap"):
+        kv.check()

@@ -166,9 +166,8 @@ class Prefix(KVManager):
         assert not any(counts[block] for block in loose), "a block is held and free at once"
         assert len(set(loose)) == len(loose) == counts.count(0), "a block is lost, or free twice"
         assert all(block in self._published for block in self._unheld), "a block without content is kept"
-        assert all(self._published.get(entry.block) is entry for entry in self._index.values()), (
-            "a stale entry is found"
-        )
+        found = {entry.block: entry for entry in self._index.values()}
+        assert found == self._published, "what can be found is not what is published"
 
     def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.tokens[index * self.block_size : (index + 1) * self.block_size])
