@@ -18,7 +18,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _find_sequence(cu_q_ptr, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """The sequence of a tile: sequence `s` has the tiles from `cu_q[s] // BLOCK_Q + s` on, at least as many as it needs."""
+    """The sequence of a tile: `s` has the tiles from `cu_q[s] // BLOCK_Q + s` on, at least as many as it needs."""
     low, high = 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -31,14 +31,15 @@ def _find_sequence(cu_q_ptr, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _key_offsets(table_row, start, keys, live, page, stride_block, stride_slot, ONE_PAGE: tl.constexpr):
-    """Where the keys of a tile lie in the cache, int64; blocks of keys that are not `live` are not looked up."""
+def _find_slots(table_row, start, keys, live, page, ONE_PAGE: tl.constexpr):
+    """Block and slot in it of a tile's keys, int64; blocks of keys that are not `live` are not looked up."""
     if ONE_PAGE:
-        block = tl.load(table_row + start // page).to(tl.int64)
-        return block * stride_block + (start % page + keys - start).to(tl.int64) * stride_slot
+        block = tl.load(table_row + start // page)
+        slot = start % page + (keys - start)
     else:
-        block = tl.load(table_row + keys // page, mask=live, other=0).to(tl.int64)
-        return block * stride_block + (keys % page).to(tl.int64) * stride_slot
+        block = tl.load(table_row + keys // page, mask=live, other=0)
+        slot = keys % page
+    return block.to(tl.int64), slot.to(tl.int64)
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def _soft_cap(scores, softcap):
 
 @triton.jit
 def _tree_bits(tree_rows, keys, context, num_queries, live_rows):
-    """Which keys a row's mask bits show it, `[BLOCK_M, BLOCK_N]`: all of the context, and the new keys whose bit is set."""
+    """Which keys a row's bits show it, `[BLOCK_M, BLOCK_N]`: all of the context, and the new keys whose bit is set."""
     new = keys - context
     drafted = (new >= 0) & (new < num_queries)
     words = tl.load(tree_rows[:, None] + (new // 32)[None, :], mask=live_rows[:, None] & drafted[None, :], other=0)
@@ -98,7 +99,8 @@ def attention_kernel(
     position = context + query
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     q_mask = live_rows[:, None] & (dims < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + token[:, None] * q_stride_t + head[:, None] * q_stride_h + dims[None, :], mask=q_mask, other=0.0)
+    q_rows = q_ptr + token * q_stride_t + head * q_stride_h
+    q = tl.load(q_rows[:, None] + dims[None, :], mask=q_mask, other=0.0)
     if UPCAST:
         q = q.to(tl.float32)
 
@@ -116,22 +118,22 @@ def attention_kernel(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
-        if split == 0:
-            top = tl.load(sinks_ptr + head, mask=live_rows, other=0.0) * LOG2_E
-            total = tl.full([BLOCK_M], 1.0, tl.float32)
+    if SINKS and split == 0:
+        top = tl.load(sinks_ptr + head, mask=live_rows, other=0.0) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     table_row = table_ptr + sequence.to(tl.int64) * table_stride
     k_head, v_head = k_ptr + kv_head.to(tl.int64) * k_stride_h, v_ptr + kv_head.to(tl.int64) * v_stride_h
     for start in range(start_at, stop_at, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         live = (keys >= first) & (keys < last)
-        k_at = _key_offsets(table_row, start, keys, live, page, k_stride_block, k_stride_slot, ONE_PAGE)
-        v_at = _key_offsets(table_row, start, keys, live, page, v_stride_block, v_stride_slot, ONE_PAGE)
-        k = tl.load(k_head + k_at[None, :] + dims[:, None], mask=live[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+        block, slot = _find_slots(table_row, start, keys, live, page, ONE_PAGE)
+        k_rows = k_head + block * k_stride_block + slot * k_stride_slot
+        v_rows = v_head + block * v_stride_block + slot * v_stride_slot
+        k = tl.load(k_rows[None, :] + dims[:, None], mask=live[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
         # Values of keys that no one sees must be 0, not merely weigh 0: 0 × NaN is NaN.
         v_mask = live[:, None] & (value_dims < VALUE_DIM)[None, :]
-        v = tl.load(v_head + v_at[:, None] + value_dims[None, :], mask=v_mask, other=0.0)
+        v = tl.load(v_rows[:, None] + value_dims[None, :], mask=v_mask, other=0.0)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
 

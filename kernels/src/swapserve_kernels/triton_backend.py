@@ -47,7 +47,13 @@ class TritonBackend:
             self._arch = architecture(properties.major, torch.version.hip is not None)
 
     def allocate(
-        self, num_blocks: int, page: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        num_blocks: int,
+        page: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> KVView:
         """An empty cache of one layer, `[block, page, HK, D]` in memory too: a token's heads lie side by side."""
         shape = (num_blocks, page, num_kv_heads, head_dim)
@@ -173,7 +179,7 @@ class TritonBackend:
 
 
 def _interpreting(device: torch.device) -> bool:
-    """Whether Triton interprets in this process; raises `BackendUnavailable` where it can neither do that nor compile."""
+    """Whether Triton interprets in this process; raises `BackendUnavailable` where it can neither do so nor compile."""
     try:
         import triton
         import triton.language as tl
@@ -185,7 +191,7 @@ def _interpreting(device: torch.device) -> bool:
     interpreting = not isinstance(tl.sum, triton.JITFunction)
     if interpreting != bool(triton.knobs.runtime.interpret):
         raise BackendUnavailable(
-            "attention backend 'triton' finds TRITON_INTERPRET changed after Triton's import: set it before Python starts"
+            "attention backend 'triton' finds TRITON_INTERPRET changed after Triton's import: set it earlier"
         )
     if not interpreting and (device.type != "cuda" or not torch.cuda.is_available()):
         raise BackendUnavailable(
@@ -216,7 +222,7 @@ def _check_heads(q: Tensor, kv: KVView) -> None:
     if q.shape[2] != head_dim:
         raise ValueError(f"queries have heads of {q.shape[2]}, and the cache's keys have {head_dim}")
     if max(head_dim, value_dim) > MAX_HEAD_DIM:
-        raise ValueError(f"heads of {max(head_dim, value_dim)} are more than this backend takes: {MAX_HEAD_DIM} at most")
+        raise ValueError(f"heads of {max(head_dim, value_dim)} are more than this backend takes: {MAX_HEAD_DIM}")
     if q.dtype not in DTYPES:
         raise ValueError(f"queries are {q.dtype}, and this backend has: {', '.join(map(str, DTYPES))}")
     _check_rows("q", q)

@@ -13,10 +13,11 @@ import triton.language as tl
 )
 def merge_kernel(
     outs_ptr, lses_ptr, out_ptr, lse_ptr, num_parts, num_rows,
-    outs_stride_part, outs_stride_t, outs_stride_h, lses_stride_part, lses_stride_t, out_stride_t, out_stride_h, lse_stride_t,
+    outs_stride_part, outs_stride_t, outs_stride_h, lses_stride_part, lses_stride_t,
+    out_stride_t, out_stride_h, lse_stride_t,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R (token, head) rows a program: parts weigh as their sums of exponentials do; one with lse -inf is not read."""
+    """BLOCK_R (token, head) rows a program: parts weigh as their sums of exponentials do; lse -inf is not read."""
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     token, head = (rows // NUM_HEADS).to(tl.int64), (rows % NUM_HEADS).to(tl.int64)
     live, dims = rows < num_rows, tl.arange(0, BLOCK_D)

@@ -24,27 +24,27 @@ class Variant:
 # (architecture, head size up to, phase, bytes an element) → rows (for "few": the most), keys, warps, stages.
 TABLE: dict[tuple[str, int, str, int], tuple[int, int, int, int]] = {
     ("sm_80", 64, "few", 2): (64, 64, 4, 2),
-    ("sm_80", 64, "many", 2): (128, 64, 4, 2),
-    ("sm_80", 128, "few", 2): (64, 64, 4, 2),
+    ("sm_80", 64, "many", 2): (128, 64, 8, 2),
+    ("sm_80", 128, "few", 2): (32, 64, 4, 2),
     ("sm_80", 128, "many", 2): (128, 64, 8, 2),
     ("sm_80", 256, "few", 2): (64, 32, 8, 2),
     ("sm_80", 256, "many", 2): (64, 32, 8, 1),
-    ("sm_80", 64, "few", 4): (32, 32, 4, 1),
-    ("sm_80", 64, "many", 4): (32, 32, 4, 1),
-    ("sm_80", 128, "few", 4): (32, 32, 4, 1),
-    ("sm_80", 128, "many", 4): (32, 32, 4, 1),
+    ("sm_80", 64, "few", 4): (32, 32, 8, 1),
+    ("sm_80", 64, "many", 4): (32, 32, 8, 1),
+    ("sm_80", 128, "few", 4): (32, 32, 8, 1),
+    ("sm_80", 128, "many", 4): (32, 32, 8, 1),
     ("sm_80", 256, "few", 4): (32, 32, 8, 1),
     ("sm_80", 256, "many", 4): (32, 32, 8, 1),
     ("sm_90", 64, "few", 2): (64, 64, 4, 3),
-    ("sm_90", 64, "many", 2): (128, 64, 4, 3),
+    ("sm_90", 64, "many", 2): (128, 64, 8, 3),
     ("sm_90", 128, "few", 2): (64, 64, 4, 3),
     ("sm_90", 128, "many", 2): (128, 64, 8, 2),
     ("sm_90", 256, "few", 2): (64, 64, 8, 2),
     ("sm_90", 256, "many", 2): (64, 64, 8, 2),
     ("sm_90", 64, "few", 4): (32, 32, 4, 1),
     ("sm_90", 64, "many", 4): (32, 32, 4, 1),
-    ("sm_90", 128, "few", 4): (32, 32, 4, 1),
-    ("sm_90", 128, "many", 4): (32, 32, 4, 1),
+    ("sm_90", 128, "few", 4): (32, 32, 8, 1),
+    ("sm_90", 128, "many", 4): (32, 32, 8, 1),
     ("sm_90", 256, "few", 4): (32, 32, 8, 1),
     ("sm_90", 256, "many", 4): (32, 32, 8, 1),
 }
@@ -61,7 +61,7 @@ def architecture(major: int, hip: bool) -> str:
 
 
 def choose_variant(arch: str, head_dim: int, group: int, max_q: int, itemsize: int) -> Variant:
-    """The tile sizes for slices of up to `max_q` queries; "interpreter" has coarse tiles, since a program is what costs."""
+    """The tile sizes for slices of up to `max_q` queries; "interpreter" has coarse ones: a program is what costs."""
     rows = max(16, next_power_of_two(group))
     if arch == "interpreter":
         return Variant(max(rows, 64 if max_q * group > 16 else 16), 64, 4, 1)
