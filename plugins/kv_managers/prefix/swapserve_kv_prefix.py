@@ -29,6 +29,8 @@ class _Entry:
     salt: str | None
     block: int
     """Where its keys and values are."""
+    children: set[int] = field(default_factory=set)
+    """The blocks that can be found only through this one."""
 
     def holds(self, tokens: tuple[int, ...], parent: _Entry | None, salt: str | None) -> bool:
         """Whether this is that block: a digest that happens to be the same is not enough."""
@@ -168,6 +170,7 @@ class Prefix(KVManager):
         assert all(block in self._published for block in self._unheld), "a block without content is kept"
         found = {entry.block: entry for entry in self._index.values()}
         assert found == self._published, "what can be found is not what is published"
+        assert all(self._reachable(entry.parent) for entry in found.values()), "no look-up can come to a block"
 
     def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
         return tuple(request.tokens[index * self.block_size : (index + 1) * self.block_size])
@@ -217,21 +220,28 @@ class Prefix(KVManager):
         held.promised.clear()
 
     def _publish(self, request: Request, held: _Held, index: int) -> None:
-        """Make a verified full block findable, unless its like is already, or the one before it is not."""
+        """Make a verified full block findable, unless its like is already, or the one before it is not.
+
+        Of two blocks whose digests collide the first stays: that costs hits, once in 2**128 blocks.
+        """
         digest, tokens = self._digest(request, index), self._tokens(request, index)
         parent = held.chain[-1] if held.chain else None
         entry = self._index.get(digest)
         if entry is None or not entry.holds(tokens, parent, request.cache_salt):
-            stale, entry = entry, _Entry(digest, tokens, parent, request.cache_salt, held.table[index])
-            if parent is None or self._index.get(parent.digest) is parent:
-                if stale is not None:
-                    # Its parent was evicted, so that no one can find it, or its digest collides: it gives way.
-                    self._unpublish(stale.block)
+            taken = entry is not None
+            entry = _Entry(digest, tokens, parent, request.cache_salt, held.table[index])
+            if not taken and self._reachable(parent):
                 self._index[digest] = self._published[entry.block] = entry
                 self._version += 1
+                if parent is not None:
+                    parent.children.add(entry.block)
         held.chain.append(entry)
         if self._promises.get(digest) == request.id:
             del self._promises[digest]
+
+    def _reachable(self, parent: _Entry | None) -> bool:
+        """Whether a look-up that begins at the first block comes to what follows `parent`."""
+        return parent is None or self._published.get(parent.block) is parent
 
     def _hold(self, block: int) -> None:
         if self._holders[block] == 0:
@@ -247,15 +257,24 @@ class Prefix(KVManager):
                 self._free.append(block)
 
     def _unpublish(self, block: int) -> None:
-        """Let no one find a block's content any more; a block that no one holds becomes free."""
-        entry = self._published.pop(block, None)
-        if entry is None:
-            return
-        del self._index[entry.digest]
-        self._version += 1
-        if block in self._unheld:
-            del self._unheld[block]
-            self._free.append(block)
+        """Let no one find a block's content any more, nor what follows it; those that no one holds become free.
+
+        A block is evicted after those that follow it, unless they follow the copy that another request made of it.
+        """
+        pending = [block]
+        while pending:
+            block = pending.pop()
+            entry = self._published.pop(block, None)
+            if entry is None:
+                continue
+            del self._index[entry.digest]
+            self._version += 1
+            pending += entry.children
+            if entry.parent is not None:
+                entry.parent.children.discard(block)
+            if block in self._unheld:
+                del self._unheld[block]
+                self._free.append(block)
 
     def _evict(self) -> int:
         """Take the least recently used block that no one holds."""
