@@ -100,7 +100,8 @@ class CpuBackend:
                 max_kv=count,
             )
             rows = torch.zeros(1, num_heads + 2 * num_kv_heads, count, head_dim, dtype=dtype)[0].transpose(0, 1)
-            q, k, v = rows.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+            end_of_keys = num_heads + num_kv_heads
+            q, k, v = rows[:, :num_heads], rows[:, num_heads:end_of_keys], rows[:, end_of_keys:]
             self.write_kv(k, v, cache, batch.slots)
             self.attention_varlen(q, cache, batch, sm_scale=1.0)
 
