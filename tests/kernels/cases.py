@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from swapserve_kernels import AttnBatch, KVView
 from swapserve_kernels.reference import attention_varlen, write_kv
-from torch import Tensor
 
 Spans = tuple[tuple[int, int], ...]
 
