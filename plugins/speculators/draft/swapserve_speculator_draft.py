@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK_SIZE = 16
-DEFAULT_CACHE_TOKENS = 16_384
+DEFAULT_CACHE_TOKENS = 32_768
 """The draft model's cache when nothing else is said, unless fewer tokens than this could ever be needed."""
 
 
 class _Mirror:
     """What the draft model knows of one request: tokens, how many are computed, blocks, and the draft being made."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, vocab_size: int) -> None:
         self.request = Request(
             id=request.id,
             prompt=request.prompt,
-            params=_draft_params(request.params),
+            params=_draft_params(request.params, vocab_size),
             max_len=2**62,
             # A client's seed fixes the output, whatever is drafted: with the same draws the draft is right most often.
             # Otherwise the two models' draws must be independent of each other.
@@ -52,10 +52,14 @@ class _Mirror:
         self.draft: list[int] = []
         self.probs: list[torch.Tensor] = []
         self.room = 0
+        self.was_put_out = False
+        """Whether it had blocks and lost them, since there was no room for it to grow."""
+        self.is_given_up = False
+        """Whether the draft model can do nothing for this request, now or later."""
 
     def follows(self, request: Request) -> bool:
-        """Whether this is the request it mirrors: one prompt, and no fewer tokens than before."""
-        return self.request.prompt == request.prompt and len(request.tokens) >= self.verified
+        """Whether this is the request it mirrors: the very same prompt, and no fewer tokens than before."""
+        return self.request.prompt is request.prompt and len(request.tokens) >= self.verified
 
     def catch_up(self, request: Request, room: int) -> None:
         """Take over the request's tokens, keeping what is computed of those that it shares with the last draft."""
@@ -101,7 +105,7 @@ class DraftModel(Speculator):
             raise PluginError("speculator 'draft': this engine cannot open a second model; choose another speculator")
         opened = target.open_model(options.model)
         _check_vocabulary(options.model, opened.info, target)
-        self._longest = opened.info.max_model_len
+        self._longest, self._vocab_size = opened.info.max_model_len, opened.info.vocab_size
         useful = target.max_num_seqs * min(target.max_model_len, self._longest)
         tokens = options.kv_cache_tokens or min(DEFAULT_CACHE_TOKENS, useful)
         num_blocks = -(-tokens // BLOCK_SIZE)
@@ -112,36 +116,60 @@ class DraftModel(Speculator):
     def propose(self, requests: Sequence[Request]) -> Mapping[str, Draft]:
         mirrors = [mirror for request in requests if (mirror := self._prepare(request)) is not None]
         self._catch_up(mirrors)
-        drafting = [mirror for mirror in mirrors if len(mirror.draft) < mirror.room]
-        while drafting:
+        drafting = mirrors
+        while drafting := [mirror for mirror in drafting if len(mirror.draft) < mirror.room]:
             self._run([(mirror, 1) for mirror in drafting])
-            drafting = [mirror for mirror in drafting if len(mirror.draft) < mirror.room]
         return {mirror.request.id: draft for mirror in mirrors if (draft := self._draft(mirror)) is not None}
 
     def forget(self, request: Request) -> None:
         mirror = self._mirrors.pop(request.id, None)
         if mirror is not None:
-            self._free.extend(mirror.table)
+            self._release(mirror)
             self._executor.forget(mirror.request)
 
     def _prepare(self, request: Request) -> _Mirror | None:
-        """The request's mirror with blocks for its draft, or None where there is no room for one."""
-        room = min(self.max_draft, request.draft_room, self._longest - len(request.tokens))
-        if room <= 0:
-            return None
+        """The request's mirror with blocks for its draft, or None where there is to be no draft."""
         mirror = self._mirrors.get(request.id)
         if mirror is not None and not mirror.follows(request):
             self.forget(request)
             mirror = None
         if mirror is None:
-            mirror = self._mirrors[request.id] = _Mirror(request)
-        # The last drafted token is never computed.
-        missing = -(-(len(request.tokens) + room - 1) // BLOCK_SIZE) - len(mirror.table)
-        if missing > len(self._free):
+            mirror = self._mirrors[request.id] = _Mirror(request, self._vocab_size)
+        if mirror.is_given_up:
             return None
-        mirror.table += [self._free.pop() for _ in range(missing)]
+        room = min(self.max_draft, request.draft_room, self._longest - len(request.tokens))
+        if room <= 0 or max(request.tokens[mirror.verified :], default=0) >= self._vocab_size:
+            # Too long for the draft model, or with a token that only the served model has: neither passes.
+            self._give_up(mirror)
+            return None
+        if not self._allocate(mirror, len(request.tokens) + room - 1):
+            return None
         mirror.catch_up(request, room)
         return mirror
+
+    def _allocate(self, mirror: _Mirror, num_slots: int) -> bool:
+        """Blocks for so many tokens (the last drafted one is never computed); False puts the mirror out.
+
+        One without room to grow lets go of what it holds, so that others get on. It comes back only to ample room:
+        each time its whole text is computed again.
+        """
+        missing = -(-num_slots // BLOCK_SIZE) - len(mirror.table)
+        if missing * (2 if mirror.was_put_out and not mirror.table else 1) > len(self._free):
+            mirror.was_put_out = mirror.was_put_out or bool(mirror.table)
+            self._release(mirror)
+            return False
+        mirror.table += [self._free.pop() for _ in range(missing)]
+        return True
+
+    def _release(self, mirror: _Mirror) -> None:
+        self._free.extend(mirror.table)
+        mirror.table = []
+        mirror.request.computed = 0
+
+    def _give_up(self, mirror: _Mirror) -> None:
+        """No draft for this request from now on, beyond what it has already."""
+        mirror.is_given_up, mirror.room = True, len(mirror.draft)
+        self._release(mirror)
 
     def _catch_up(self, mirrors: Sequence[_Mirror]) -> None:
         """Compute what the draft model has not seen, in batches of a step's size; each ends with one token drafted."""
@@ -167,9 +195,8 @@ class DraftModel(Speculator):
         for (mirror, count), verdict in zip(pieces, verdicts, strict=True):
             mirror.request.computed += count
             if verdict.error is not None:
-                # Its numbers are no good: this request gets no draft, and the served model has the last word anyway.
-                mirror.room = len(mirror.draft)
-                mirror.request.computed = 0
+                # The draft model's numbers are no good here; the served model has the last word anyway.
+                self._give_up(mirror)
             elif verdict.tokens:
                 mirror.take(verdict)
 
@@ -184,10 +211,11 @@ class DraftModel(Speculator):
         return Draft(tokens, _fit_probabilities(mirror.probs[:length], self.target.vocab_size))
 
 
-def _draft_params(params: SamplingParams) -> SamplingParams:
+def _draft_params(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """What shapes the draft's distribution like the request's, without what depends on tokens that may be rejected."""
-    kept = params.model_dump(include={"temperature", "top_k", "top_p", "min_p", "logit_bias", "seed"})
-    return SamplingParams(max_tokens=None, ignore_eos=True, **kept)
+    kept = params.model_dump(include={"temperature", "top_k", "top_p", "min_p", "seed"})
+    bias = {token: value for token, value in params.logit_bias.items() if token < vocab_size}
+    return SamplingParams(max_tokens=None, ignore_eos=True, logit_bias=bias, **kept)
 
 
 def _fit_probabilities(probs: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
@@ -211,7 +239,9 @@ def _check_vocabulary(name: str, draft: ModelInfo, target: ModelInfo) -> None:
         if draft.vocab_size != target.vocab_size:
             raise PluginError(f"speculator 'draft': the vocabulary of {name} has {sizes}; {same}")
         return
-    texts, others = ({index: text for text, index in info.vocabulary().items()} for info in (draft, target))
+    texts, others = (
+        {index: text for text, index in vocabulary().items()} for vocabulary in (draft.vocabulary, target.vocabulary)
+    )
     for index in sorted(texts.keys() | others.keys()):
         if texts.get(index) != others.get(index):
             raise PluginError(

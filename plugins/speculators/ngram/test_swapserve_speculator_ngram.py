@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 from swapserve_speculator_ngram import Ngram
@@ -52,3 +54,27 @@ def test_the_draft_is_cut_to_the_room_left() -> None:
 def test_lengths_out_of_order_are_refused() -> None:
     with pytest.raises(ValidationError, match="shortest may not be longer"):
         Ngram.Options(prompt_lookup_min=5, prompt_lookup_max=3)
+
+
+class Counted(list[int]):
+    """Tokens that count how many of them were read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_a_step_reads_what_is_new_however_long_the_context_is() -> None:
+    speculator = ngram()
+    request = make_request("long", [n * n % 97 for n in range(3000)], 4000)
+    request.tokens = tokens = Counted(request.tokens)
+    speculator.propose([request])
+    tokens.num_read = 0
+    for number in range(50):
+        tokens.append(number)
+        speculator.propose([request])
+    # Suffixes of two to four tokens are indexed and looked up, and four tokens proposed.
+    assert tokens.num_read <= 50 * (9 + 9 + 4)
