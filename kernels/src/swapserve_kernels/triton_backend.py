@@ -10,6 +10,7 @@ from torch import Tensor
 from swapserve_kernels.backends import BackendUnavailable
 from swapserve_kernels.triton_table import (
     MAX_HEAD_DIM,
+    Variant,
     architecture,
     choose_splits,
     choose_variant,
@@ -63,13 +64,11 @@ class TritonBackend:
         """Compile what a plain model launches, so that no request waits for it; nothing when interpreting."""
         if self.interpreting:
             return
-        splits = self._num_splits
-        for page in (16, 64):
+        for page in (16, 64):  # a tile within a block, or over several: two versions of the kernel
             cache = self.allocate(2, page, num_kv_heads, head_dim, dtype, self._device)
-            for max_q in (1, 2, 4, 8, 16, 32, 64, 128):
-                for self._num_splits in (1, 2):
-                    self._rehearse(cache, num_heads, max_q)
-        self._num_splits = splits
+            for num_splits in (1, 2):
+                for max_q in (1, 2, 4, 8, 16, 32, 64, 128):
+                    TritonBackend(self._device, num_splits=num_splits)._rehearse(cache, num_heads, max_q)
 
     def write_kv(self, k: Tensor, v: Tensor, kv: KVView, slots: Tensor) -> None:
         """Store `[T, HK, D]` keys and values at `slots`, int64 `[T]`; -1 stores nothing."""
@@ -128,27 +127,45 @@ class TritonBackend:
         else:
             outs = q.new_empty(splits, num_tokens, num_heads, value_dim, dtype=torch.float32)
             lses = q.new_empty(splits, num_tokens, num_heads, dtype=torch.float32)
-        dtypes = {q.dtype, kv.k.dtype, kv.v.dtype}
-        tree = batch.tree_mask
-        self._attention[(num_tiles, num_kv_heads, splits)](
-            q, kv.k, kv.v, outs, lses, None if sinks is None else sinks.float(), tree,
-            batch.cu_q, batch.kv_len, batch.block_table, num_seqs, kv.page, window, sm_scale, softcap,
-            q.stride(0), q.stride(1), *kv.k.stride()[:3], *kv.v.stride()[:3], *outs.stride()[:3],
-            0 if lses is None else lses.stride(0), 0 if lses is None else lses.stride(1),
-            batch.block_table.stride(0), 0 if tree is None else tree.stride(0),
-            HEAD_DIM=head_dim, VALUE_DIM=value_dim,
-            BLOCK_D=max(16, next_power_of_two(head_dim)), BLOCK_DV=max(16, next_power_of_two(value_dim)),
-            GROUP=group, BLOCK_M=variant.block_m, BLOCK_N=variant.block_n,
-            CAUSAL=causal, WINDOWED=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None, TREE=tree is not None,
-            LSE=lses is not None,
-            ONE_PAGE=kv.page % variant.block_n == 0 or batch.block_table.shape[1] == 1,
-            UPCAST=len(dtypes) > 1 or (self.interpreting and torch.bfloat16 in dtypes),
-            num_warps=variant.num_warps, num_stages=variant.num_stages,
-        )  # fmt: skip
+        self._launch(q, kv, batch, variant, num_tiles, outs, lses, sinks, sm_scale, causal, window, softcap)
         if splits > 1:
             assert lses is not None
             self.merge_states(outs, lses, out, lse)
         return out
+
+    def _launch(
+        self,
+        q: Tensor,
+        kv: KVView,
+        batch: AttnBatch,
+        variant: Variant,
+        num_tiles: int,
+        outs: Tensor,
+        lses: Tensor | None,
+        sinks: Tensor | None,
+        sm_scale: float,
+        causal: bool,
+        window: int,
+        softcap: float,
+    ) -> None:
+        """Fill `outs` `[splits, T, HQ, Dv]` and `lses` `[splits, T, HQ]`, each split's own."""
+        head_dim, (num_kv_heads, value_dim) = q.shape[2], kv.v.shape[2:]
+        group, tree, table = q.shape[1] // num_kv_heads, batch.tree_mask, batch.block_table
+        dtypes = {q.dtype, kv.k.dtype, kv.v.dtype}
+        one_page = kv.page % variant.block_n == 0 or (table.shape[1] == 1 and kv.page > variant.block_n)
+        self._attention[(num_tiles, num_kv_heads, outs.shape[0])](
+            q, kv.k, kv.v, outs, lses, None if sinks is None else sinks.float(), tree,
+            batch.cu_q, batch.kv_len, table, table.shape[0], kv.page, window, float(sm_scale), float(softcap),
+            q.stride(0), q.stride(1), *kv.k.stride()[:3], *kv.v.stride()[:3], *outs.stride()[:3],
+            *((0, 0) if lses is None else lses.stride()[:2]), table.stride(0), 0 if tree is None else tree.stride(0),
+            HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+            BLOCK_D=max(16, next_power_of_two(head_dim)), BLOCK_DV=max(16, next_power_of_two(value_dim)),
+            GROUP=group, BLOCK_M=variant.block_m, BLOCK_N=variant.block_n,
+            CAUSAL=causal, WINDOWED=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None, TREE=tree is not None,
+            LSE=lses is not None, ONE_PAGE=one_page,
+            UPCAST=len(dtypes) > 1 or (self.interpreting and torch.bfloat16 in dtypes),
+            num_warps=variant.num_warps, num_stages=variant.num_stages,
+        )  # fmt: skip
 
     def merge_states(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Join attention over parts of the keys; see `reference.merge_states`."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swapserve_kernels import get_backend, reference
+from swapserve_kernels import KVView, get_backend, reference
 from swapserve_kernels.triton_backend import TritonBackend
 
 from ..cases import ALL, CASES, Case, Problem, build
@@ -65,19 +65,24 @@ def test_a_tree_is_judged_by_its_bits_and_the_window_together(triton_backend: Tr
     check(build(Case("tree-window", ((6, 30), (9, 9)), tree=True, window=7)), triton_backend)
 
 
-def test_a_sequence_of_nothing_but_a_window_of_live_blocks(triton_backend: TritonBackend) -> None:
-    """Blocks behind the window are given away: NaN in them, and table entries that name no block, change nothing."""
-    problem = build(Case("freed", ((3, 90),), heads=(4, 2), window=20))
-    earliest = 90 - 3 - 20 + 1
-    table = problem.batch.block_table.clone()
-    freed = table[0, : earliest // 16].long()
-    expected = problem.expected()
-    problem.kv.k[freed], problem.kv.v[freed] = float("nan"), float("nan")
-    table[0, : earliest // 16] = 1 << 30
-    problem.batch = replace(problem.batch, block_table=table)
+def test_a_tree_may_look_ahead(triton_backend: TritonBackend) -> None:
+    """All bits set: queries of the first tile see those of the second, past where a causal tile would stop."""
+    problem = build(Case("ahead", ((150, 160),), heads=(4, 2), tree=True))
+    assert problem.batch.tree_mask is not None
+    problem.batch.tree_mask.fill_(-1)
+    check(problem, triton_backend)
+
+
+def test_blocks_behind_the_window_may_be_given_away(triton_backend: TritonBackend) -> None:
+    """They hold NaN by then, and the tile of the earliest key that is still seen begins among them."""
+    problem = build(Case("freed", ((3, 110),), heads=(4, 2), window=60))
+    expected_out, expected_lse = problem.expected()
+    num_freed = (110 - 3 - 60 + 1) // 16
+    assert 0 < num_freed < 64 // 16
+    problem.batch.block_table[0, :num_freed] = 0  # the pool's first block, which is no one's
     out, lse = problem.run(triton_backend)
-    assert (out.double() - expected[0]).abs().max() <= 2e-6
-    assert (lse.double() - expected[1]).abs().max() <= 2e-6
+    assert (out.double() - expected_out).abs().max() <= 2e-6
+    assert (lse.double() - expected_lse).abs().max() <= 2e-6
 
 
 def test_rows_that_see_nothing_are_zero_and_not_nan(triton_backend: TritonBackend) -> None:
@@ -124,6 +129,22 @@ def test_more_rows_than_a_program_takes_are_written(triton_backend: TritonBacken
     reference.write_kv(k, v, expected, slots)
     assert torch.equal(kv.k, expected.k)
     assert torch.equal(kv.v, expected.v)
+
+
+def test_a_pool_of_more_elements_than_int32_counts(triton_backend: TritonBackend) -> None:
+    """Nearly all of its 4 GiB are never touched, so they take no memory; the sequence has the last blocks."""
+    problem = build(Case("large", ((3, 40),), heads=(2, 1), dtype=torch.float16))
+    num_blocks = (1 << 31) // (2 * 16 * 64) + 9
+    pool = torch.empty(num_blocks, 2, 16, 1, 64, dtype=torch.float16)
+    shift = num_blocks - problem.kv.k.shape[0]
+    pool[shift:, 0], pool[shift:, 1] = problem.kv.k, problem.kv.v
+    expected_out, _ = problem.expected()
+    problem.kv = KVView(pool[:, 0], pool[:, 1])
+    problem.batch = replace(
+        problem.batch, block_table=problem.batch.block_table + shift, slots=problem.batch.slots + 16 * shift
+    )
+    out, _ = problem.run(triton_backend)
+    assert (out.double() - expected_out).abs().max() <= TOLERANCE[torch.float16]
 
 
 def test_merging_weighs_parts_and_leaves_out_what_saw_nothing(triton_backend: TritonBackend) -> None:
