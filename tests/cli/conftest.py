@@ -29,7 +29,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
 def serve() -> Run:
     """Runs the command with some words and gives its exit code and what it printed."""
 
-    def run(*words: str, stdin: str = "", timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, stdin: str = "", timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "swapserve.cli", *words],
             input=stdin,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,15 +75,12 @@ def test_a_model_path_that_is_not_there_is_refused(serve, no_torch: str, command
 
 
 def test_h59_a_port_in_use_is_refused_at_once_with_the_flag(serve, no_torch: str) -> None:
+    # "At once" is proved by torch not being imported.
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        begun = time.monotonic()
         said = sentence(serve(NOT_THERE, "--port", port, PYTHONPATH=no_torch))
-        took = time.monotonic() - begun
     assert port in said
     assert "--port" in said
-    # "At once" is proved by torch not being imported; the bound is for the reader.
-    assert took < 30
 
 
 def test_a_plugin_that_cannot_be_imported_is_refused_when_asked_for(

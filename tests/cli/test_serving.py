@@ -41,19 +41,19 @@ class Server:
 
         self._reader = threading.Thread(target=read, daemon=True)
         self._reader.start()
-        assert ready.wait(90), self.log
+        assert ready.wait(300), self.log
         assert self.curl, "".join(self.log)
         self.url = re.search(r"http://[^/]+", self.curl)[0]
 
     def get(self, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=240) as answer:
             return json.load(answer)
 
     def stop(self, signal_number: int) -> int:
         self.process.send_signal(signal_number)
-        code = self.process.wait(60)
+        code = self.process.wait(240)
         self._reader.join()
         return code
 
@@ -90,7 +90,7 @@ def test_it_says_what_was_chosen_answers_the_line_it_prints_and_leaves_with_zero
     for fact in ("chunked (chunk_size=32", "prefix (block_size=8)", "none", "float32 on cpu", "blocks of 8", "tokens",
                  "requests of the greatest length", "at most 128 requests and 2048 tokens"):  # fmt: skip
         assert fact in log, fact
-    done = subprocess.run(server.curl, shell=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(server.curl, shell=True, capture_output=True, text=True, timeout=240)
     answer = json.loads(done.stdout)
     assert answer["usage"]["completion_tokens"] >= 1
     assert answer["model"] == str(tiny_model)
@@ -161,11 +161,11 @@ def test_the_lines_of_the_readme_work(start: Callable[..., Server], tiny_model: 
     server = start(str(tiny_model), *MEMORY, "--served-model-name", "gemma-3-270m")
 
     curl = readme_block("console", "curl").removeprefix("$ ").replace("http://127.0.0.1:8000", server.url)
-    plain = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+    plain = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=240)
     assert json.loads(plain.stdout)["choices"][0]["text"]
     streamed = subprocess.run(
         curl.replace("curl", "curl -N", 1).replace('"temperature"', '"stream": true, "temperature"'),
-        shell=True, capture_output=True, text=True, timeout=60,
+        shell=True, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     events = [line for line in streamed.stdout.splitlines() if line]
     assert all(line.startswith("data: ") for line in events)
