@@ -120,6 +120,11 @@ class AsyncEngine:
         return self._thread.is_alive() and self.death is None
 
     @property
+    def num_open(self) -> int:
+        """Requests taken and not answered to the end yet, also those that the engine has not seen."""
+        return self._open
+
+    @property
     def num_running(self) -> int:
         return len(self.engine.running)
 

@@ -43,6 +43,8 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens make certain."""
+        if self.stopped:
+            return ""
         pieces = []
         for token in tokens:
             self.num_tokens += 1

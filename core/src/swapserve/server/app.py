@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swapserve import __version__
+from swapserve.async_engine import EngineDraining
 from swapserve.request import RequestRefused
 from swapserve.server.chat import chat_completions
 from swapserve.server.completions import completions
@@ -45,9 +47,9 @@ def create_app(state: ServerState) -> Starlette:
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
     ]
-    app = Starlette(routes=routes, exception_handlers={Exception: handle, HTTPException: handle, ApiError: handle})
-    for expected in (RequestRefused, ValueError):
-        app.add_exception_handler(expected, handle)
+    # Starlette logs the traceback of what only the handler of Exception takes: these are no surprise.
+    expected = (HTTPException, ApiError, EngineDraining, RequestRefused, ValidationError)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys((Exception, *expected), handle))
     app.add_middleware(Door)
     app.state.server = state
     return app
@@ -130,7 +132,7 @@ async def load(request: Request) -> Response:
     engine = state_of(request).engine
     return JSONResponse(
         {
-            "server_load": engine.num_running + engine.num_waiting,
+            "server_load": engine.num_open,
             "num_requests_running": engine.num_running,
             "num_requests_waiting": engine.num_waiting,
             "kv_cache_usage_perc": engine.kv_usage,
