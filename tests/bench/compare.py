@@ -2,8 +2,9 @@
 
     SWAPSERVE_CACHE=… python tests/bench/compare.py --write tests/bench/RESULTS.md
 
-Without --model it runs on the demo model. Arms take turns within a repetition, so that a slow minute of the machine
-hits all of them; figures are medians over repetitions.
+Without --model it runs on the demo model. GOMP_SPINCOUNT=2000 in the environment is what the server sets for itself.
+On a machine that others use, compare CPU seconds under --threads 1: those hardly feel them. Arms take turns within
+a repetition, so that a slow minute of the machine hits all of them; figures are medians over repetitions.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _times(workload: Workload, answers: Sequence[Served], wall: float, cpu: floa
         "tokens_per_s": workload.num_new / wall,
         "mean_ttft_s": statistics.fmean(answer.first for answer in answers),
         "mean_tpot_s": statistics.fmean(gaps),
-        "cpu_share": cpu / wall,
+        "cpu_s": cpu,
     }
 
 

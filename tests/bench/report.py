@@ -80,17 +80,18 @@ def write_report(
 
 def _table(key: str, rows: Sequence[Mapping[str, object]]) -> list[str]:
     """One workload's rows, with each arm's speed as a multiple of the slowest's."""
-    slowest = max(float(str(row["wall_s"])) for row in rows)
+    slowest = {unit: max(float(str(row[unit])) for row in rows) for unit in ("wall_s", "cpu_s")}
     lines = [
         f"## {key.upper()} (median of {rows[0]['repetitions']})",
         "",
-        "| arm | wall s | tokens/s | mean TTFT s | mean TPOT s | times as fast as the slowest | tokens |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| arm | wall s | CPU s | tokens/s | mean TTFT s | mean TPOT s | speed over the slowest (wall, CPU) | tokens |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for row in rows:
-        wall = float(str(row["wall_s"]))
+        wall, cpu = float(str(row["wall_s"])), float(str(row["cpu_s"]))
+        ratios = f"{slowest['wall_s'] / wall:.2f}, {slowest['cpu_s'] / cpu:.2f}"
         lines.append(
-            f"| {row['arm']} | {wall:.2f} | {row['tokens_per_s']:.1f} | {row['mean_ttft_s']:.2f} | "
-            f"{row['mean_tpot_s']:.4f} | {slowest / wall:.2f} | {row['tokens']} |"
+            f"| {row['arm']} | {wall:.2f} | {cpu:.2f} | {row['tokens_per_s']:.1f} | {row['mean_ttft_s']:.2f} | "
+            f"{row['mean_tpot_s']:.4f} | {ratios} | {row['tokens']} |"
         )
     return [*lines, ""]

@@ -50,9 +50,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **SHAPE,
         sliding_window=WINDOW,
         layer_types=ALTERNATE,
-        attn_logit_softcapping=2.0,
+        attn_logit_softcapping=1.0,
         final_logit_softcapping=3.0,
-        query_pre_attn_scalar=7,
+        query_pre_attn_scalar=40,
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SHAPE | dict(num_attention_heads=6), sliding_window=WINDOW, layer_types=ALTERNATE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from swapserve.batch import Batch, Slice, Work
 from swapserve.engine import Engine
@@ -132,26 +131,3 @@ def test_h39_logprobs_of_a_mixed_step_equal_those_alone(llama, transformers_toke
             assert (one.token, one.rank) == (other.token, other.rank)
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
-
-
-def test_prompt_logprobs_are_those_of_the_whole_model(llama, model_folder, prompts):
-    from transformers import AutoModelForCausalLM
-
-    prompt = prompts[4]
-    request = Request("r", prompt, SamplingParams(temperature=0.0, prompt_logprobs=0), max_len=60)
-    request.prompt_logprobs.append(None)
-    executor, got = TorchExecutor(llama, 20, 4), []
-    for start in range(0, len(prompt), 7):
-        count = min(7, len(prompt) - start)
-        work = Work(Slice(request, start, count), prompt[start : start + count], range(20))
-        (verdict,) = executor.execute(Batch([work], 4))
-        got += verdict.prompt_logprobs or ()
-        request.prompt_logprobs[1:] = got
-        request.computed = start + count
-    model = AutoModelForCausalLM.from_pretrained(model_folder("llama")).eval()
-    with torch.inference_mode():
-        wanted = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    assert len(got) == len(prompt) - 1
-    for place, entry in enumerate(got):
-        assert entry.token == prompt[place + 1]
-        assert entry.logprob == pytest.approx(float(wanted[place, entry.token]), abs=1e-4)
