@@ -23,11 +23,11 @@ class Variant:
 
 # (architecture, head size up to, phase, bytes an element) → rows (for "few": the most), keys, warps, stages.
 TABLE: dict[tuple[str, int, str, int], tuple[int, int, int, int]] = {
-    ("sm_80", 64, "few", 2): (64, 64, 4, 2),
+    ("sm_80", 64, "few", 2): (32, 64, 4, 2),
     ("sm_80", 64, "many", 2): (128, 64, 8, 2),
     ("sm_80", 128, "few", 2): (32, 64, 4, 2),
     ("sm_80", 128, "many", 2): (128, 64, 8, 2),
-    ("sm_80", 256, "few", 2): (64, 32, 8, 2),
+    ("sm_80", 256, "few", 2): (32, 32, 8, 2),
     ("sm_80", 256, "many", 2): (64, 32, 8, 1),
     ("sm_80", 64, "few", 4): (32, 32, 8, 1),
     ("sm_80", 64, "many", 4): (32, 32, 8, 1),
