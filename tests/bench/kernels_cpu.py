@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="works whose name holds this")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--page", type=int, default=16)
-    parser.add_argument("--cpu-time", action="store_true", help="for one thread on a busy machine: not time in which others ran")
+    parser.add_argument("--cpu-time", action="store_true", help="for one thread on a busy machine")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each work")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)

@@ -71,7 +71,7 @@ class Problem:
     """`sm_scale`, `window`, `softcap` and `sinks`, as `attention_varlen` takes them."""
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Output `[T, HQ, Dv]` and lse `[T, HQ]` by the definition, in float64, from what a cache of this dtype holds."""
+        """Output `[T, HQ, Dv]` and lse `[T, HQ]` by the definition in float64, from what such a cache holds."""
         kv = KVView(self.kv.k.double(), self.kv.v.double())
         write_kv(self.k.to(self.kv.k.dtype), self.v.to(self.kv.v.dtype), kv, self.batch.slots)
         lse = torch.empty(self.q.shape[:2], dtype=torch.float64)
@@ -128,7 +128,7 @@ def build(case: Case, seed: int = 0) -> Problem:
 
 
 def _deal_blocks(lengths: list[int], page: int, draw: torch.Generator) -> tuple[Tensor, int]:
-    """A shuffled block table whose surplus entries name the pool's last block, which is no one's; and the pool's size."""
+    """A shuffled block table whose surplus entries name the pool's last block, no one's; and the pool's size."""
     needed = [-(-length // page) for length in lengths]
     num_blocks = sum(needed) + 3
     free = iter((torch.randperm(num_blocks - 2, generator=draw) + 1).tolist())

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+
 from swapserve_kernels import NAMES, BackendUnavailable, cpu, get_backend
 from swapserve_kernels.cpu import CpuBackend
 

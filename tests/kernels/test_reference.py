@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from swapserve_kernels.reference import ReferenceBackend, attention_varlen, merge_states, write_kv
-from swapserve_kernels.types import AttnBatch, KVView
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from swapserve_kernels.reference import ReferenceBackend, attention_varlen, merge_states, write_kv
+from swapserve_kernels.types import AttnBatch, KVView
 
 from .cases import ALL, CASES, INDEXING, Case, Problem, build
 
