@@ -94,7 +94,7 @@ class PublishesUnverifiedDrafts(Unchecked, Prefix):  # type: ignore[misc]
         request.tokens = real + list(request.draft.tokens if request.draft else ())
         for index in range(len(held.chain), min(total, len(request.tokens)) // self.block_size):
             self._publish(request, held, index)
-        self._digests.pop(request.id, None)
+        self._known.pop(request.id, None)
         request.tokens = real
         return True
 
