@@ -168,8 +168,6 @@ def test_generate_reads_jsonl_with_parameters_of_each_prompt(serve, tiny_model: 
     assert "the model's context is 256" in str(four["error"])
 
 
-
-
 def test_generate_refuses_a_conversation_that_the_template_cannot_render(serve, tiny_model: Path) -> None:
     done = serve("generate", str(tiny_model), stdin='{"messages": [{"role": "user"}, "hi"]}\n')
     assert done.returncode == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCHEDULER = '''
+SCHEDULER = """
 from pydantic import Field
 from swapserve import PolicyOptions, Scheduler, hookimpl
 
@@ -26,7 +26,7 @@ class Lifo(Scheduler):
 @hookimpl
 def swapserve_register_scheduler():
     return Lifo
-'''
+"""
 WATCHER = """
 from swapserve import hookimpl
 
@@ -54,9 +54,7 @@ def test_a_plugin_is_listed_with_kind_name_distribution_version_options_and_impo
     assert any(line.split()[:3] == ["watcher", "acme_watcher", "acme-watcher"] for line in lines)
 
 
-def test_h25_an_entry_point_whose_module_is_gone_is_listed_as_broken_and_harms_nothing(
-    serve, install: Install
-) -> None:
+def test_h25_an_entry_point_whose_module_is_gone_is_listed_as_broken_and_harms_nothing(serve, install: Install) -> None:
     site = install("acme-gone", "scheduler_gone", None)
     install("acme-lifo", "scheduler_lifo", SCHEDULER.format(name="lifo"))
     done = serve("plugins", PYTHONPATH=str(site))

@@ -195,9 +195,7 @@ def _pool_size(model: LoadedModel, settings: Settings, block_size: int, progress
     from swapserve.memory import PoolSize, size_pool
 
     if settings.num_gpu_blocks_override is not None:
-        size = PoolSize(
-            settings.num_gpu_blocks_override, block_size, model.kv_bytes_per_token, model.max_model_len
-        )
+        size = PoolSize(settings.num_gpu_blocks_override, block_size, model.kv_bytes_per_token, model.max_model_len)
     else:
         progress("sizing the KV cache")
         size = size_pool(

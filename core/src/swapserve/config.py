@@ -123,9 +123,9 @@ class Settings(BaseModel):
     enable_chunked_prefill: Annotated[bool | None, Flag(ALIAS, default="unset")] = Field(
         None, description="--scheduler chunked, or --scheduler continuous."
     )
-    speculative_config: Annotated[
-        dict[str, Any] | None, BeforeValidator(_from_json), Flag(ALIAS, "JSON", "unset")
-    ] = Field(None, description='--speculator, as {"method": "ngram", "num_speculative_tokens": 4} or {"model": …}.')
+    speculative_config: Annotated[dict[str, Any] | None, BeforeValidator(_from_json), Flag(ALIAS, "JSON", "unset")] = (
+        Field(None, description='--speculator, as {"method": "ngram", "num_speculative_tokens": 4} or {"model": …}.')
+    )
 
     def lines(self) -> str:
         """These settings as YAML that `--config` reads back, without the API key."""

@@ -17,7 +17,13 @@ class ReferenceBackend:
     name = "reference"
 
     def allocate(
-        self, num_blocks: int, page: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        num_blocks: int,
+        page: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> KVView:
         """An empty cache of one layer, in the memory order that suits the backend."""
         shape = (num_blocks, page, num_kv_heads, head_dim)
@@ -46,7 +52,16 @@ class ReferenceBackend:
     ) -> Tensor:
         """Attention of `q` `[T, HQ, D]` over each sequence's own keys; see `attention_varlen` of this module."""
         return attention_varlen(
-            q, kv, batch, sm_scale=sm_scale, causal=causal, window=window, softcap=softcap, sinks=sinks, out=out, lse=lse
+            q,
+            kv,
+            batch,
+            sm_scale=sm_scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            out=out,
+            lse=lse,
         )
 
     def merge_states(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
@@ -118,7 +133,7 @@ def attention_varlen(
 def visible(
     num_queries: int, length: int, causal: bool, window: int, tree: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Which of a sequence's `length` keys each of its last `num_queries` positions sees: bool `[num_queries, length]`."""
+    """Which of `length` keys each of the last `num_queries` positions sees: bool `[num_queries, length]`."""
     key = torch.arange(length, device=device)
     position = torch.arange(length - num_queries, length, device=device)[:, None]
     if tree is not None:
