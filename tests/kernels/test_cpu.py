@@ -14,7 +14,7 @@ from torch import Tensor
 from swapserve_kernels import AttnBatch, KVView, cpu, cpu_numba, cpu_torch
 from swapserve_kernels.cpu import CpuBackend
 
-from .cases import ALL, DECODE, LONG, MIXED, Case, Problem, build
+from .cases import ALL, DECODE, LONG, MIXED, Case, Problem, Spans, build
 
 ENGINES = ("numba", "torch")
 
@@ -119,6 +119,7 @@ def test_no_table_entry_outside_the_keys_in_sight_is_read(window: int, monkeypat
     problem = build(case)
     table = problem.batch.block_table.numpy().view(Watched)
     table.read = set()
+    monkeypatch.setattr(cpu_numba, "_attend_piece", cpu_numba._attend_piece.py_func)
     plain = cpu_numba.attend_pages.py_func
 
     def watched(*arguments: Any) -> None:
@@ -173,6 +174,22 @@ def test_two_threads_share_a_backend() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spans", [((1, 40), (1, 50)), ((30, 40), (26, 50))])
+def test_what_is_not_finite_shows_and_stays_in_its_sequence(engine: str, dtype: torch.dtype, spans: Spans) -> None:
+    """A model gone wrong must be seen (H50): NaN or infinite keys and values in use are neither hidden nor spread."""
+    for bad in (float("nan"), float("inf")):
+        for which in ("k", "v"):
+            problem = build(Case("bad", spans, dtype=dtype))
+            getattr(problem, which)[0, 0, 5] = bad
+            problem.q[:, :, 5] = 1.0
+            answer, _ = problem.run(CpuBackend(engine))
+            first = spans[0][0]
+            assert not answer[:first].isfinite().flatten(1).all(1).any()
+            assert answer[first:].isfinite().all()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -18,7 +18,13 @@ class Backend(Protocol):
     name: str
 
     def allocate(
-        self, num_blocks: int, page: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        num_blocks: int,
+        page: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> KVView: ...
 
     def prepare(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None: ...

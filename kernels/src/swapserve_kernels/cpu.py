@@ -1,4 +1,4 @@
-"""The CPU backend: numba over pages for few queries, blocked products in torch for many.
+"""The CPU backend: numba over pages for few queries, blocks of products in torch for many.
 
 Caches lie as `[block, HK, page, D]`, so that a head's keys of one block are side by side.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from swapserve_kernels import reference
+from swapserve_kernels.cpu_tasks import MANY_QUERIES, Step
 from swapserve_kernels.cpu_torch import attend_sequences
 from swapserve_kernels.types import AttnBatch, KVView
 
@@ -29,39 +29,16 @@ except ImportError:  # the extra `cpu` is not installed: torch alone does all of
 
 logger = logging.getLogger(__name__)
 
-MANY_QUERIES = 24
-"""Slices of at least this many queries are products; shorter ones go over pages."""
-MAX_TILE_ROWS = 64
-"""Rows (queries times heads of a group) that share one pass over the keys."""
+BITS = {torch.bfloat16: (torch.int16, np.uint16), torch.float16: (torch.int16, np.int16)}
+"""How numba is shown numbers that it does not know: torch's type to see them as, and numpy's to tell them apart."""
+NOT_WANTED = np.empty((0, 0), np.float32)
+NO_SINKS = np.empty(0, np.float32)
 _lock = threading.Lock()
 """One parallel region at a time: numba's simplest threading layer ends the process when two threads enter it."""
 
 
-@dataclass
-class _Split:
-    """Which sequences go which way, and the tasks over pages by (KV heads, window, group); kept for a whole step."""
-
-    starts: list[int]
-    lengths: list[int]
-    few: list[int]
-    many: list[int]
-    tasks: dict[tuple[int, int, int], Any]
-
-
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take neither time nor memory until they are written: numpy's are fresh pages of the system's.
-
-    torch's own are written one by one, which for a cache of 4 GiB takes seconds at every start.
-    """
-    align = 64
-    size = math.prod(shape) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(size + align, np.uint8))
-    start = -raw.data_ptr() % align
-    return raw[start : start + size].view(dtype).view(shape)
-
-
 class CpuBackend:
-    """`engine` is "numba" or "torch": what decodes run on, and for caches other than float32 it is always torch."""
+    """`engine` is "numba" or "torch": what slices of few queries run on. Masks that are not causal are always torch's."""
 
     name = "cpu"
 
@@ -69,17 +46,25 @@ class CpuBackend:
         if engine is None:
             engine = "torch" if numba is None else "numba"
             if numba is None:
-                logger.warning("numba is not installed, so decoding runs in torch, slower: install swapserve-kernels[cpu]")
+                logger.warning(
+                    "numba is not installed, so decoding runs in torch, slower: install swapserve-kernels[cpu]"
+                )
         if engine not in ("numba", "torch"):
             raise ValueError(f"there is no CPU engine {engine!r}; there are: numba, torch")
         if engine == "numba" and numba is None:
             raise ValueError("the CPU engine 'numba' needs numba: install swapserve-kernels[cpu]")
         self.engine = engine
-        self._last: tuple[AttnBatch | None, _Split | None] = (None, None)
+        self._step: Step | None = None
         self._scratch: dict[int, tuple[Any, Any, Any]] = {}
 
     def allocate(
-        self, num_blocks: int, page: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        num_blocks: int,
+        page: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> KVView:
         """An empty cache of one layer: a head's keys of a block lie side by side in memory."""
         shape = (num_blocks, num_kv_heads, page, head_dim)
@@ -107,8 +92,9 @@ class CpuBackend:
 
     def write_kv(self, k: Tensor, v: Tensor, kv: KVView, slots: Tensor) -> None:
         """Store `[T, HK, D]` keys and values at `slots`, int64 `[T]`; -1 stores nothing."""
-        if self.engine == "numba" and k.dtype == v.dtype == kv.k.dtype == torch.float32 and kv.k_scale is None:
-            cpu_numba.write_pages(_any(k), _any(v), _pages(kv.k), _pages(kv.v), slots.numpy())
+        if self.engine == "numba" and kv.k_scale is None and _is_known(kv):
+            rows = [_as_numpy(new.to(kv.k.dtype).contiguous()) for new in (k, v)]
+            cpu_numba.write_pages(*rows, _pages(kv.k), _pages(kv.v), slots.numpy())
         else:
             reference.write_kv(k, v, kv, slots)
 
@@ -134,17 +120,18 @@ class CpuBackend:
             raise ValueError("8-bit caches are not supported by this backend: use a 16-bit or 32-bit one")
         if out is None:
             out = q.new_empty(q.shape[0], q.shape[1], kv.v.shape[3])
-        split = self._split(batch)
-        pages = (
-            self.engine == "numba" and causal and batch.tree_mask is None
-            and q.dtype == kv.k.dtype == out.dtype == torch.float32 and (lse is None or lse.dtype == torch.float32)
-        )  # fmt: skip
-        if pages and split.few:
-            self._attend_pages(split, q, kv, batch, sm_scale, window, softcap, sinks, out, lse)
-        many = split.many if pages else split.few + split.many
-        if many:
+        step = self._step
+        if step is None or step.batch is not batch:
+            step = self._step = Step(batch)
+        over_pages = (
+            self.engine == "numba" and causal and batch.tree_mask is None and _is_known(kv) and q.dtype != torch.float64
+        )
+        if over_pages and step.few:
+            self._attend_pages(step, q, kv, sm_scale, window, softcap, sinks, out, lse)
+        products = step.many if over_pages else step.few + step.many
+        if products:
             attend_sequences(
-                many, split.starts, split.lengths, q, kv, batch, out, lse,
+                products, step.starts, step.lengths, q, kv, batch, out, lse,
                 sm_scale=sm_scale, causal=causal, window=window, softcap=softcap, sinks=sinks,
             )  # fmt: skip
         return out
@@ -153,24 +140,11 @@ class CpuBackend:
         """Join attention over parts of the keys; see `reference.merge_states`."""
         reference.merge_states(outs, lses, out, lse)
 
-    def _split(self, batch: AttnBatch) -> _Split:
-        """Host numbers of a batch, worked out once for all its layers."""
-        kept, split = self._last
-        if kept is not batch or split is None:
-            starts, lengths = batch.cu_q.tolist(), batch.kv_len.tolist()
-            counts = [end - begin for begin, end in zip(starts[:-1], starts[1:], strict=True)]
-            few = [index for index, count in enumerate(counts) if 0 < count < MANY_QUERIES]
-            many = [index for index, count in enumerate(counts) if count >= MANY_QUERIES]
-            split = _Split(starts, lengths, few, many, {})
-            self._last = (batch, split)
-        return split
-
     def _attend_pages(
         self,
-        split: _Split,
+        step: Step,
         q: Tensor,
         kv: KVView,
-        batch: AttnBatch,
         sm_scale: float,
         window: int,
         softcap: float,
@@ -178,28 +152,26 @@ class CpuBackend:
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        num_kv_heads, width = kv.k.shape[2], kv.v.shape[3]
-        group, threads = q.shape[1] // num_kv_heads, torch.get_num_threads()
-        key = (num_kv_heads, window, group)
-        tasks = split.tasks.get(key)
-        if tasks is None:
-            queries = max(1, MAX_TILE_ROWS // group)
-            tasks = split.tasks[key] = cpu_numba.plan_tasks(
-                split.few, split.starts, split.lengths, num_kv_heads, window, queries, threads
-            )
+        """Fill `out` and `lse` for the slices of few queries; both pass through float32 when they are something else."""
+        num_kv_heads, width, threads = kv.k.shape[2], kv.v.shape[3], torch.get_num_threads()
+        group = q.shape[1] // num_kv_heads
+        tasks, num_rows = step.tasks(num_kv_heads, group, window, threads)
+        made_out = out.numpy() if out.dtype == torch.float32 else out.to(torch.float32).numpy()
+        made_lse = NOT_WANTED if lse is None else lse.numpy() if lse.dtype == torch.float32 else lse.float().numpy()
         with _lock:
             numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
             numba.set_parallel_chunksize(1)
-            made, tops, sums = self._room(len(tasks), int(tasks[:, 3].max()) * group, width)
+            made, tops, sums = self._room(len(tasks), num_rows, width)
             cpu_numba.attend_pages(
-                tasks, _any(q), _pages(kv.k), _pages(kv.v), batch.block_table.numpy(),
+                tasks, q.to(torch.float32).contiguous().numpy(), _pages(kv.k), _pages(kv.v), step.table,
                 np.float32(sm_scale), window, np.float32(softcap), made, tops, sums,
             )  # fmt: skip
-            no_sinks, no_lse = np.empty(0, np.float32), np.empty((0, 0), np.float32)
-            cpu_numba.join_tasks(
-                tasks, made, tops, sums, no_sinks if sinks is None else sinks.float().numpy(), group,
-                out.numpy(), no_lse if lse is None else lse.numpy(),
-            )  # fmt: skip
+            kept_sinks = NO_SINKS if sinks is None else sinks.float().numpy()
+            cpu_numba.join_tasks(tasks, made, tops, sums, kept_sinks, group, made_out, made_lse)
+        if out.dtype != torch.float32:
+            out.copy_(torch.from_numpy(made_out))
+        if lse is not None and lse.dtype != torch.float32:
+            lse.copy_(torch.from_numpy(made_lse))
 
     def _room(self, num_tasks: int, num_rows: int, width: int) -> tuple[Any, Any, Any]:
         """Scratch for the outcome of tasks, kept from call to call and grown when it must be."""
@@ -216,11 +188,31 @@ class CpuBackend:
         )
 
 
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take neither time nor memory until they are written: numpy's are fresh pages of the system's.
+
+    torch's own are written one by one, which for a cache of 4 GiB takes seconds at every start.
+    """
+    align = 64
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + align, np.uint8))
+    start = -raw.data_ptr() % align
+    return raw[start : start + size].view(dtype).view(shape)
+
+
+def _is_known(kv: KVView) -> bool:
+    """Whether numba has a way to read the cache."""
+    return kv.k.dtype == kv.v.dtype and (kv.k.dtype == torch.float32 or kv.k.dtype in BITS)
+
+
+def _as_numpy(tensor: Tensor) -> Any:
+    """A tensor as numpy sees it, without a copy; 16-bit floats as their bits."""
+    if tensor.dtype not in BITS:
+        return tensor.numpy()
+    seen, told_apart = BITS[tensor.dtype]
+    return tensor.view(seen).numpy().view(told_apart)
+
+
 def _pages(cache: Tensor) -> Any:
-    """A cache as numpy sees it, `[block, HK, page, D]`, without a copy."""
-    return cache.transpose(1, 2).numpy()
-
-
-def _any(rows: Tensor) -> Any:
-    """`[T, H, D]` rows for numba: always of one memory layout, so that one compiled version serves."""
-    return rows.contiguous().numpy()
+    """A cache as `[block, HK, page, D]`."""
+    return _as_numpy(cache.transpose(1, 2))

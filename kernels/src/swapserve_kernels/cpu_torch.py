@@ -66,9 +66,7 @@ def _run(cache: Tensor, table: Tensor, first: int, length: int) -> Tensor:
     return run[:, first - low * page : length - low * page].to(torch.float32)
 
 
-def _bounds(
-    mask: Tensor, low: int, high: int, context: int, first: int, causal: bool, window: int
-) -> tuple[int, int]:
+def _bounds(mask: Tensor, low: int, high: int, context: int, first: int, causal: bool, window: int) -> tuple[int, int]:
     """The keys, counted from `first`, that queries [low, high) of a sequence can see at all."""
     right = min(mask.shape[1], context + high - first) if causal else mask.shape[1]
     left = max(0, context + low + 1 - window - first) if window else 0

@@ -201,9 +201,7 @@ def _interpreting(device: torch.device) -> bool:
         import triton
         import triton.language as tl
     except ImportError:
-        raise BackendUnavailable(
-            "attention backend 'triton' needs Triton: install swapserve-kernels[triton]"
-        ) from None
+        raise BackendUnavailable("attention backend 'triton' needs Triton: install swapserve-kernels[triton]") from None
     # Triton's own library is settled when it is first imported; kernels, later, must be of the same kind.
     interpreting = not isinstance(tl.sum, triton.JITFunction)
     if interpreting != bool(triton.knobs.runtime.interpret):
