@@ -233,8 +233,10 @@ def test_queries_may_be_views_and_the_output_may_be_given(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_tree_may_look_ahead(engine: str) -> None:
+@pytest.mark.parametrize("block", [2, 128])
+def test_a_tree_may_look_ahead(engine: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask's bits count as they are, whatever the order of the drafts; and a query that sees nothing gets zeros."""
+    monkeypatch.setattr(cpu_torch, "BLOCK_QUERIES", block)
     problem = build(Case("ahead", ((3, 3), (4, 20)), tree=True))
     assert problem.batch.tree_mask is not None
     problem.batch.tree_mask[:] = torch.tensor([0b110, 0b111, 0b000, 0b1111, 0b1000, 0b0010, 0b1010])[:, None]

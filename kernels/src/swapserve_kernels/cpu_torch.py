@@ -36,24 +36,26 @@ def attend_sequences(
 ) -> None:
     """Fill `out` `[T, HQ, D]` (and `lse`) for some sequences of a batch; `starts` and `lengths` are host copies."""
     num_kv_heads = kv.k.shape[2]
+    fused = not softcap and sinks is None and lse is None and batch.tree_mask is None and causal
     for sequence in sequences:
         begin, end, length = starts[sequence], starts[sequence + 1], lengths[sequence]
-        first = max(0, length - (end - begin) + 1 - window) if window else 0
+        context = length - (end - begin)
+        first = max(0, context + 1 - window) if window else 0
         keys, values = (_run(cache, batch.block_table[sequence], first, length) for cache in (kv.k, kv.v))
         tree = None if batch.tree_mask is None else batch.tree_mask[begin:end]
-        seen = visible(end - begin, length, causal, window, tree, q.device)[:, first:]
-        fused = not softcap and sinks is None and lse is None and tree is None and causal
-        for low in range(begin, end, BLOCK_QUERIES):
-            high = min(low + BLOCK_QUERIES, end)
-            mask = seen[low - begin : high - begin]
-            left, right = _bounds(mask, low - begin, high - begin, length - (end - begin), first, causal, window)
-            mask, near, far = mask[:, left:right], keys[:, left:right], values[:, left:right]
+        for low in range(0, end - begin, BLOCK_QUERIES):
+            high = min(low + BLOCK_QUERIES, end - begin)
+            left = max(first, context + low + 1 - window) if window else 0
+            right = context + high if causal and tree is None else length
+            mask = _mask(low, high, context, length, right, causal, window, tree)[:, left:]
+            near, far = keys[:, left - first : right - first], values[:, left - first : right - first]
+            rows = slice(begin + low, begin + high)
             if fused:
-                _fused_block(q[low:high], near, far, mask, out[low:high], sm_scale)
+                _fused_block(q[rows], near, far, mask, out[rows], sm_scale)
             else:
                 _block(
-                    q[low:high], near, far, mask, num_kv_heads,
-                    out[low:high], None if lse is None else lse[low:high], sm_scale, softcap, sinks,
+                    q[rows], near, far, mask, num_kv_heads,
+                    out[rows], None if lse is None else lse[rows], sm_scale, softcap, sinks,
                 )  # fmt: skip
 
 
@@ -61,16 +63,18 @@ def _run(cache: Tensor, table: Tensor, first: int, length: int) -> Tensor:
     """Positions [first, length) of a sequence side by side, float32 `[HK, length - first, D]`."""
     page = cache.shape[1]
     low = first // page
-    blocks = cache.index_select(0, table[low : -(-length // page)])
-    run = blocks.permute(2, 0, 1, 3).reshape(cache.shape[2], -1, cache.shape[3])
+    blocks = cache.transpose(1, 2).index_select(0, table[low : -(-length // page)])
+    run = blocks.transpose(0, 1).reshape(cache.shape[2], -1, cache.shape[3])
     return run[:, first - low * page : length - low * page].to(torch.float32)
 
 
-def _bounds(mask: Tensor, low: int, high: int, context: int, first: int, causal: bool, window: int) -> tuple[int, int]:
-    """The keys, counted from `first`, that queries [low, high) of a sequence can see at all."""
-    right = min(mask.shape[1], context + high - first) if causal else mask.shape[1]
-    left = max(0, context + low + 1 - window - first) if window else 0
-    return left, right
+def _mask(
+    low: int, high: int, context: int, length: int, right: int, causal: bool, window: int, tree: Tensor | None
+) -> Tensor:
+    """Which of the keys [0, right) each of the queries [low, high) of a sequence sees: bool `[high - low, right]`."""
+    if tree is None and causal:
+        return visible(high - low, right, causal, window, None, torch.device("cpu"))
+    return visible(length - context, length, causal, window, tree, torch.device("cpu"))[low:high]
 
 
 def _fused_block(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, out: Tensor, sm_scale: float) -> None:
