@@ -133,6 +133,7 @@ def build_engine(
         backend=backend,
         progress=progress,
     )
+    settings = _with_step_size(settings, policies, model)
     progress(f"preparing the attention kernels ({model.kernels.name})")
     for num_heads, num_kv_heads, head_dim in {(one.num_heads, one.num_kv_heads, one.head_dim) for one in model.layers}:
         model.kernels.prepare(num_heads, num_kv_heads, head_dim, model.dtype)
@@ -157,8 +158,18 @@ def build_engine(
     return Served(engine, model, tokenizer, names, _chosen(policies, engine, model, size))
 
 
+def _with_step_size(settings: Settings, policies: Policies, model: LoadedModel) -> Settings:
+    """The settings with a limit of tokens in a step: small where prompts may be split, as a step takes memory."""
+    if settings.max_num_batched_tokens is not None:
+        return settings
+    splits = policies.scheduler.policy.splits_prompts  # type: ignore[union-attr]
+    small, large = (512, 2048) if model.device.type == "cpu" else (2048, 8192)
+    return settings.model_copy(update={"max_num_batched_tokens": small if splits else large})
+
+
 def _model_info(model: LoadedModel, settings: Settings, progress: Progress) -> ModelInfo:
     """What policies may know of the model that is served."""
+    assert settings.max_num_batched_tokens is not None, "the step's size is settled by now"
     return ModelInfo(
         name=model.name,
         vocab_size=model.vocab_size,
@@ -192,6 +203,7 @@ def _open_beside(name: str, served: LoadedModel, settings: Settings, progress: P
 
 def _pool_size(model: LoadedModel, settings: Settings, block_size: int, progress: Progress) -> PoolSize:
     """How many KV blocks there are: what was asked for, or what memory holds."""
+    assert settings.max_num_batched_tokens is not None, "the step's size is settled by now"
     from swapserve.memory import PoolSize, size_pool
 
     if settings.num_gpu_blocks_override is not None:

@@ -93,7 +93,10 @@ class Settings(BaseModel):
     )
 
     max_num_seqs: Annotated[int, Flag(LIMITS)] = Field(128, ge=1, description="Most requests in one step.")
-    max_num_batched_tokens: Annotated[int, Flag(LIMITS)] = Field(2048, ge=1, description="Most tokens in one step.")
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Flag(LIMITS, "TOKENS", "512 on a CPU, 2048 on a GPU; 2048 and 8192 with a scheduler that splits no prompts"),
+    ] = Field(None, ge=1, description="Most tokens in one step.")
 
     gpu_memory_utilization: Annotated[float, Flag(MEMORY, "SHARE")] = Field(
         0.9, gt=0, le=1, description="Share of a GPU's memory to use; nothing on a CPU."

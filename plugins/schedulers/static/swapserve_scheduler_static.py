@@ -6,14 +6,15 @@ from typing import final
 
 from pydantic import Field
 
-from swapserve import PolicyOptions, Scheduler, StepPlan, hookimpl
+from swapserve import PolicyOptions, Refusal, Scheduler, StepPlan, hookimpl
 
 
 @final
 class Static(Scheduler):
     """No one joins until everyone in the batch is done; early finishers leave their seats empty.
 
-    A request that is preempted (the cache was too small for the batch) comes back with the next batch.
+    The prompts of a batch may take several steps, and no one decodes before the last of them. A request that is
+    preempted (the cache was too small for the batch) comes back with the next batch.
     """
 
     name = "static"
@@ -24,15 +25,23 @@ class Static(Scheduler):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.batch_size = options.batch_size
+        self._filling = True
 
     def schedule(self, plan: StepPlan) -> None:
-        if plan.running:
+        if self._filling or not plan.running:
+            self._filling = self._fill(plan)
+        if not plan.slices:
             for request in plan.running:
                 plan.make_room_for(request)
-        else:
-            for request in plan.waiting[: self.batch_size or plan.limits.max_num_seqs]:
-                if not plan.include(request):
-                    break
+
+    def _fill(self, plan: StepPlan) -> bool:
+        """Let the next prompts into the batch; True when only the step's tokens ran out, so that more may follow."""
+        seats = (self.batch_size or plan.limits.max_num_seqs) - len(plan.running)
+        for request in plan.waiting[:seats]:
+            grant = plan.include(request)
+            if not grant:
+                return grant.refused is Refusal.TOKENS
+        return False
 
 
 @hookimpl

@@ -24,6 +24,17 @@ def test_no_one_joins_until_the_whole_batch_is_done() -> None:
     assert together[3:] == [names[3:6]] * 4 + [names[4:6], names[5:6]]
 
 
+def test_a_batch_is_filled_over_several_steps_before_anyone_decodes() -> None:
+    engine = TestStatic().engine(ghost_info(max_num_seqs=4, max_num_batched_tokens=20, max_model_len=40), 60)
+    requests = [engine.submit([n] * 9, greedy(3)) for n in range(6)]
+    sizes = []
+    while not requests[3].finished:
+        engine.step()
+        assert engine.last_plan is not None
+        sizes.append([piece.count for piece in engine.last_plan.slices.values()])
+    assert sizes == [[9, 9], [9, 9], [1, 1, 1, 1], [1, 1, 1, 1]]
+
+
 def test_the_batch_size_is_an_option() -> None:
     engine = TestStatic().engine(ghost_info(max_num_seqs=8), 60)
     engine.scheduler = Static(Static.Options(batch_size=2))
