@@ -9,10 +9,11 @@ ARGS ?=
 WORKERS ?= 2
 
 PLUGINS := $(sort $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/*/pyproject.toml)))
-EDITABLE := -e './kernels[cpu]' -e './core[demo,test]' $(foreach plugin,$(PLUGINS),-e ./$(plugin))
-BUILD_TOOLS := hatchling editables build
-TEST_TOOLS := ruff mypy types-PyYAML types-tqdm pytest-xdist pytest-timeout httpx openai scipy psutil triton
+EDITABLE := -e './kernels[cpu]' -e './core[demo]' $(foreach plugin,$(PLUGINS),-e ./$(plugin))
+BUILD_TOOLS := hatchling editables
+TEST_TOOLS := build pytest hypothesis ruff mypy types-PyYAML types-tqdm pytest-xdist pytest-timeout httpx openai scipy psutil triton
 READY := $(VENV)/ready
+TOOLS_READY := $(VENV)/tools-ready
 
 .PHONY: serve test check unit clean
 
@@ -22,12 +23,12 @@ serve: $(READY)
 test: check unit
 
 # What needs no test run: style and types.
-check: $(READY)
+check: $(TOOLS_READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 # One thread each: the two workers share the cores, and results must not depend on the number of threads.
-unit: $(READY)
+unit: $(TOOLS_READY)
 	OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 # torch comes first and alone, so that nothing else decides which build of it is taken.
@@ -36,9 +37,14 @@ $(READY): constraints.txt core/pyproject.toml kernels/pyproject.toml $(addsuffix
 		if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(BUILD_TOOLS) $(TEST_TOOLS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(BUILD_TOOLS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(EDITABLE)
 	touch $(READY)
+
+# Apart from what serving needs: some of the tools are imported by torch where they are found, and take memory.
+$(TOOLS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TEST_TOOLS)
+	touch $(TOOLS_READY)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
