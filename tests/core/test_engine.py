@@ -12,6 +12,7 @@ from swapserve import (
     FinishReason,
     KVManager,
     ManualClock,
+    Plugins,
     PolicyError,
     RequestRefused,
     SamplingParams,
@@ -197,6 +198,22 @@ def test_h06_a_policy_may_evict_at_the_seat_limit() -> None:
     assert not low.finished and low.preemptions == 1
     finish(engine)
     assert list(low.output) == GhostModel().continuation(low)
+
+
+@pytest.mark.parametrize("name", ["continuous", "chunked"])
+def test_h04_who_waits_for_something_else_costs_no_seat(name: str) -> None:
+    """H04: those who wait for a block that another is computing hold no seat; admission goes on behind them."""
+    scheduler, kv = Plugins().policy("scheduler", name), Plugins().policy("kv", "prefix")
+    assert issubclass(scheduler, Scheduler) and issubclass(kv, KVManager)
+    engine = engine_with(scheduler=scheduler, max_num_seqs=2)
+    engine.kv = kv(kv.Options(block_size=4), 80)  # type: ignore[call-arg]
+    leader = engine.submit([1] * 12, greedy(4))
+    waiting = [engine.submit([1] * 12, greedy(2)) for _ in range(3)]
+    behind = engine.submit([2] * 5, greedy(2))
+    engine.step()
+    assert list(engine.running) == [leader.id, behind.id]
+    finish(engine)
+    assert all(request.cached_tokens == 8 and request.num_output_tokens == 2 for request in waiting)
 
 
 def test_a_scheduler_that_plans_nothing_stalls_with_reasons() -> None:

@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, final
 
-from swapserve.detokenizer import TextStream
+from swapserve.detokenizer import Chunk, TextStream
 from swapserve.engine import Engine
 from swapserve.params import SamplingParams
-from swapserve.request import FinishReason, Output, Request, TokenLogprobs
+from swapserve.request import FinishReason, Output, Request
 from swapserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -32,19 +32,6 @@ MAX_UNREAD_CHUNKS = 1024
 
 class EngineDraining(RuntimeError):
     """The server is shutting down and takes nothing new."""
-
-
-@dataclass(slots=True)
-class Chunk:
-    """What one step gave one request, as text."""
-
-    text: str
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprobs] | None = None
-    offsets: Sequence[int] = ()
-    """Where each token's text begins in the output."""
-    finish_reason: FinishReason | None = None
-    error: str | None = None
 
 
 @dataclass(eq=False)
@@ -259,23 +246,9 @@ class AsyncEngine:
             stream = self._streams.get(output.request.id)
             if stream is None:
                 continue
-            text, chunk = stream.text, Chunk("", error=output.error, finish_reason=output.finish_reason)
-            used = text.num_tokens
-            ended_by_token = output.finish_reason is FinishReason.STOP and not stream.params.include_stop_str_in_output
-            chunk.text = text.push(output.tokens[:-1] if ended_by_token else output.tokens)
-            if ended_by_token and not text.stopped:
-                text.skip()
-            if text.stopped and output.finish_reason is not FinishReason.STOP:
-                self.engine.abort(output.request.id, FinishReason.STOP)
-                chunk.finish_reason = FinishReason.STOP
-            elif output.finish_reason is not None:
-                chunk.text += text.finish()
-                if text.stopped and chunk.finish_reason is FinishReason.LENGTH:
-                    chunk.finish_reason = FinishReason.STOP
-            taken = text.num_tokens - used
-            chunk.tokens = output.tokens[:taken]
-            chunk.offsets = text.offsets[used:]
-            chunk.logprobs = output.logprobs[:taken] if output.logprobs is not None else None
+            chunk = stream.text.take(output)
+            if chunk.finish_reason is not None and output.finish_reason is None:
+                self.engine.abort(output.request.id, chunk.finish_reason)
             made.append((stream, chunk))
         return made
 

@@ -8,9 +8,11 @@ character: it waits for the next token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 from swapserve.params import SamplingParams
+from swapserve.request import FinishReason, Output, TokenLogprobs
 from swapserve.tokenizer import Tokenizer
 
 CONTEXT_TOKENS = 6
@@ -18,6 +20,19 @@ CONTEXT_TOKENS = 6
 MAX_HELD_TOKENS = 8
 """No character is made of more tokens than this: what is still no character then never will be."""
 REPLACEMENT = "\ufffd"
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one step gave one request, as text."""
+
+    text: str
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] | None = None
+    offsets: Sequence[int] = ()
+    """Where each token's text begins in the output."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
 
 
 @final
@@ -41,6 +56,29 @@ class TextStream:
         self._held = ""
         """Decoded, and perhaps the beginning of a stop string."""
 
+    def take(self, output: Output) -> Chunk:
+        """What a step gave, as text. A stop string ends the request here, and the tokens after it are dropped."""
+        before, reason = self.num_tokens, output.finish_reason
+        # The token that ends a request is counted and has no place in its text.
+        unseen = 1 if reason is FinishReason.STOP and not self._params.include_stop_str_in_output else 0
+        text = self.push(output.tokens[: len(output.tokens) - unseen])
+        if unseen and not self.stopped:
+            self.num_tokens += 1
+            self.offsets.append(self._length)
+        if reason is not None:
+            text += self.finish()
+        if self.stopped and reason in (None, FinishReason.LENGTH):
+            reason = FinishReason.STOP
+        taken = self.num_tokens - before
+        return Chunk(
+            text=text,
+            tokens=output.tokens[:taken],
+            logprobs=None if output.logprobs is None else output.logprobs[:taken],
+            offsets=self.offsets[before:],
+            finish_reason=reason,
+            error=output.error,
+        )
+
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens make certain."""
         if self.stopped:
@@ -53,11 +91,6 @@ class TextStream:
             if self.stopped:
                 break
         return "".join(pieces)
-
-    def skip(self) -> None:
-        """Count a token that ends the request and has no place in its text."""
-        self.num_tokens += 1
-        self.offsets.append(self._length)
 
     def finish(self) -> str:
         """The text that was held back, when no more tokens come."""

@@ -59,21 +59,11 @@ class _Answer:
 
     def take(self, output: Output) -> None:
         """Add what a step brought; a stop string in the text ends the answer and drops the tokens after it."""
-        ended_by_token = output.finish_reason is FinishReason.STOP
-        if ended_by_token and not self.request.params.include_stop_str_in_output:
-            self.text += self.stream.push(output.tokens[:-1])
-            if not self.stream.stopped:
-                self.stream.skip()
-        else:
-            self.text += self.stream.push(output.tokens)
-        if output.finish_reason is not None:
-            self.text += self.stream.finish()
-            self.finish_reason = output.finish_reason
-        if self.stream.stopped:
-            self.finish_reason = FinishReason.STOP
-        num_new = self.stream.num_tokens - len(self.tokens)
-        self.tokens += output.tokens[:num_new]
-        self.logprobs += (output.logprobs or ())[:num_new]
+        chunk = self.stream.take(output)
+        self.text += chunk.text
+        self.tokens += chunk.tokens
+        self.logprobs += chunk.logprobs or ()
+        self.finish_reason = chunk.finish_reason
 
     def completion(self) -> Completion:
         """The answer as its reader sees it, once it is finished."""

@@ -11,7 +11,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from swapserve.async_engine import Chunk, Stream, merged
+from swapserve.async_engine import Stream, merged
+from swapserve.detokenizer import Chunk
 from swapserve.request import FinishReason, TokenLogprobs
 from swapserve.server.errors import ApiError, as_api_error
 from swapserve.server.state import ServerState, aborting_when_gone

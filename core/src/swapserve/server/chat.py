@@ -9,7 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from swapserve.async_engine import Chunk, Stream
+from swapserve.async_engine import Stream
+from swapserve.detokenizer import Chunk
 from swapserve.params import SamplingParams
 from swapserve.request import TokenLogprobs
 from swapserve.server import answers

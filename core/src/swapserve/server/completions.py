@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from swapserve.async_engine import Chunk, Stream
-from swapserve.detokenizer import TextStream
+from swapserve.async_engine import Stream
+from swapserve.detokenizer import Chunk, TextStream
 from swapserve.params import SamplingParams
 from swapserve.request import RequestRefused, TokenLogprobs
 from swapserve.server import answers
