@@ -208,7 +208,7 @@ def test_h04_who_waits_for_something_else_costs_no_seat(name: str) -> None:
     engine = engine_with(scheduler=scheduler, max_num_seqs=2)
     engine.kv = kv(kv.Options(block_size=4), 80)  # type: ignore[call-arg]
     leader = engine.submit([1] * 12, greedy(4))
-    waiting = [engine.submit([1] * 12, greedy(2)) for _ in range(3)]
+    waiting = [engine.submit([1] * 12, greedy(2)) for _ in range(2)]
     behind = engine.submit([2] * 5, greedy(2))
     engine.step()
     assert list(engine.running) == [leader.id, behind.id]

@@ -38,7 +38,7 @@ class Chunked(Scheduler):
         for request in sorted(plan.running, key=_prefilling_last):
             num_behind -= 1
             left -= plan.make_room_for(request, at_most=self._piece(request, left, num_behind)).tokens
-        for request in plan.waiting[: plan.limits.max_num_seqs]:
+        for request in plan.waiting[: 2 * plan.limits.max_num_seqs]:
             if left and plan.seats_left and plan.soon_cached(request):
                 continue
             grant = plan.include(request, at_most=self._piece(request, left))

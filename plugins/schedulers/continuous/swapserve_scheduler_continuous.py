@@ -19,7 +19,7 @@ class Continuous(Scheduler):
     def schedule(self, plan: StepPlan) -> None:
         for request in plan.running:
             plan.make_room_for(request)
-        for request in plan.waiting[: plan.limits.max_num_seqs]:
+        for request in plan.waiting[: 2 * plan.limits.max_num_seqs]:
             if plan.seats_left and plan.soon_cached(request):
                 continue
             if not plan.include(request):
