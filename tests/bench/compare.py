@@ -2,7 +2,7 @@
 
     SWAPSERVE_CACHE=… python tests/bench/compare.py --write tests/bench/RESULTS.md
 
-Without --model it runs on the demo model. GOMP_SPINCOUNT=2000 in the environment is what the server sets for itself.
+Without --model it runs on the demo model. GOMP_SPINCOUNT=50000 in the environment is what the server sets for itself.
 On a machine that others use, compare CPU seconds under --threads 1: those hardly feel them. Arms take turns within
 a repetition, so that a slow minute of the machine hits all of them; figures are medians over repetitions.
 """

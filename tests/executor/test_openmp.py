@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.parametrize(
     ("given", "before", "wanted"),
     [
-        ({}, "", "True 2000"),
+        ({}, "", "True 50000"),
         ({"GOMP_SPINCOUNT": "7"}, "", "True 7"),
         ({"OMP_WAIT_POLICY": "active"}, "", "True None"),
         ({}, "import sys; sys.modules['torch'] = None; ", "False None"),

@@ -11,7 +11,7 @@ import os
 import sys
 
 SPINS = "50000"
-"""Rounds of spinning before a thread sleeps, some 0.2 ms: an idle machine loses nothing by it, and a busy one little."""
+"""Rounds of spinning before a thread sleeps, some 0.2 ms: an idle machine loses nothing, and a busy one little."""
 
 
 def wait_politely() -> bool:
