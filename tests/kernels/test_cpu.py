@@ -120,12 +120,13 @@ def test_no_table_entry_outside_the_keys_in_sight_is_read(window: int, monkeypat
     table = problem.batch.block_table.numpy().view(Watched)
     table.read = set()
     monkeypatch.setattr(cpu_numba, "_attend_piece", cpu_numba._attend_piece.py_func)
-    plain = cpu_numba.attend_pages.py_func
+    plain = cpu_numba._attend_tasks.py_func
 
     def watched(*arguments: Any) -> None:
         plain(*(table if isinstance(each, np.ndarray) and each.dtype == np.int32 else each for each in arguments))
 
-    monkeypatch.setattr(cpu_numba, "attend_pages", watched)
+    monkeypatch.setattr(cpu_numba, "_attend_tasks", watched)
+    monkeypatch.setattr(cpu_numba, "attend_pages", cpu_numba.attend_pages.py_func)
     check(problem, problem.run(CpuBackend("numba")))
     in_sight = {
         (sequence, key // 16)
@@ -248,7 +249,7 @@ def test_a_tree_may_look_ahead(engine: str, block: int, monkeypatch: pytest.Monk
 def test_prepared_shapes_compile_nothing_more() -> None:
     """Sinks, soft caps, windows, threads and sizes are arguments of one compiled version."""
     backend = CpuBackend("numba")
-    functions = (cpu_numba.attend_pages, cpu_numba.join_tasks, cpu_numba.write_pages)
+    functions = (cpu_numba.attend_pages, cpu_numba.write_pages)
     for dtype in (torch.float32, torch.bfloat16):
         backend.prepare(4, 2, 32, dtype)
         compiled = [list(function.signatures) for function in functions]

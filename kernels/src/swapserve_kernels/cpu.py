@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 
 class CpuBackend:
-    """`engine` is "numba" or "torch": what slices of few queries run on. Masks that are not causal are always torch's."""
+    """`engine` is "numba" or "torch": what slices of few queries run on. Masks that are not causal are torch's."""
 
     name = "cpu"
 
@@ -152,22 +152,21 @@ class CpuBackend:
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Fill `out` and `lse` for the slices of few queries; both pass through float32 when they are something else."""
-        num_kv_heads, width, threads = kv.k.shape[2], kv.v.shape[3], torch.get_num_threads()
+        """Fill `out` and `lse` for the slices of few queries, by way of float32 where they are something else."""
+        num_kv_heads, width = kv.k.shape[2], kv.v.shape[3]
         group = q.shape[1] // num_kv_heads
-        tasks, num_rows = step.tasks(num_kv_heads, group, window, threads)
+        threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        tasks = step.tasks(num_kv_heads, group, window, threads)
         made_out = out.numpy() if out.dtype == torch.float32 else out.to(torch.float32).numpy()
         made_lse = NOT_WANTED if lse is None else lse.numpy() if lse.dtype == torch.float32 else lse.float().numpy()
         with _lock:
-            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-            numba.set_parallel_chunksize(1)
-            made, tops, sums = self._room(len(tasks), num_rows, width)
+            numba.set_num_threads(threads)
             cpu_numba.attend_pages(
-                tasks, q.to(torch.float32).contiguous().numpy(), _pages(kv.k), _pages(kv.v), step.table,
-                np.float32(sm_scale), window, np.float32(softcap), made, tops, sums,
+                tasks.rows, tasks.order, tasks.bounds, q.to(torch.float32).contiguous().numpy(),
+                _pages(kv.k), _pages(kv.v), step.table, np.float32(sm_scale), window, np.float32(softcap),
+                NO_SINKS if sinks is None else sinks.float().numpy(),
+                *self._room(len(tasks.rows), tasks.max_rows, width), made_out, made_lse,
             )  # fmt: skip
-            kept_sinks = NO_SINKS if sinks is None else sinks.float().numpy()
-            cpu_numba.join_tasks(tasks, made, tops, sums, kept_sinks, group, made_out, made_lse)
         if out.dtype != torch.float32:
             out.copy_(torch.from_numpy(made_out))
         if lse is not None and lse.dtype != torch.float32:

@@ -45,7 +45,7 @@ def write_pages(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any) -> None:
 
 
 def _floats(rows: Any, low: int, high: int, bits: Any) -> Any:
-    """Rows [low, high) as float32 at the same places: `rows` itself, or `bits` (int32 room) with 16-bit rows widened."""
+    """Rows [low, high) as float32, in place: `rows` itself, or `bits` (int32 room) with 16-bit rows widened."""
     return rows
 
 
@@ -77,7 +77,10 @@ def _compile_floats(rows: Any, low: int, high: int, bits: Any) -> Any:
 def _page_scores(q_rows: Any, keys: Any, low: int, high: int, softcap: float, scores: Any) -> None:
     """Scores `[rows, high - low]` of scaled query rows against keys [low, high) of one page."""
     num_rows, head_dim = q_rows.shape
-    for row in range(0, num_rows - 3, 4):
+    alone = 0
+    while num_rows >= 4 and num_rows - alone >= 3:
+        row = min(alone, num_rows - 4)  # with three left, one that is done already makes four
+        alone = row + 4
         for key in range(low, high):
             total_0 = total_1 = total_2 = total_3 = np.float32(0.0)
             for dim in range(head_dim):
@@ -88,7 +91,7 @@ def _page_scores(q_rows: Any, keys: Any, low: int, high: int, softcap: float, sc
                 total_3 += q_rows[row + 3, dim] * value
             scores[row, key - low], scores[row + 1, key - low] = total_0, total_1
             scores[row + 2, key - low], scores[row + 3, key - low] = total_2, total_3
-    for row in range(num_rows - num_rows % 4, num_rows):
+    for row in range(alone, num_rows):
         for key in range(low, high):
             total = np.float32(0.0)
             for dim in range(head_dim):
@@ -172,7 +175,7 @@ def _attend_piece(
     task: Any, q: Any, k_cache: Any, v_cache: Any, table: Any, scale: float, window: int, softcap: float,
     made: Any, top: Any, sums: Any,
 ) -> None:  # fmt: skip
-    """One task of `attend_pages`, with its own rows of the outcome."""
+    """One task, with its own rows of the outcome."""
     sequence, head, query, count, position, begin, end = task
     num_kv_heads, page = k_cache.shape[1], k_cache.shape[2]
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
@@ -185,9 +188,8 @@ def _attend_piece(
         first[row] = max(0, at + 1 - window) if window > 0 else 0
         for dim in range(head_dim):
             q_rows[row, dim] = q[query + row // group, head * group + row % group, dim] * scale
-    top[:rows] = MASKED
-    sums[:rows] = 0.0
     made[:rows] = 0.0
+    own_top, own_sums = np.full(rows, MASKED), np.zeros(rows, np.float32)  # another thread's would share cache lines
     scores, bits = np.empty((rows, page), np.float32), np.empty(page, np.int32)
     widened = np.empty((page, max(head_dim, made.shape[1])), np.int32)
     for index in range(begin // page, (end + page - 1) // page):
@@ -196,27 +198,28 @@ def _attend_piece(
         block = table[sequence, index]
         _page_scores(q_rows, _floats(k_cache[block, head], low, high, widened), low, high, softcap, scores)
         values = _floats(v_cache[block, head], low, high, widened)
-        _add_page(scores, first, last, start, values, low, high, bits, top, sums, made)
+        _add_page(scores, first, last, start, values, low, high, bits, own_top, own_sums, made)
+    top[:rows], sums[:rows] = own_top, own_sums
 
 
 @numba.njit(cache=True, nogil=True, parallel=True, fastmath=FAST)
-def attend_pages(
-    tasks: Any, q: Any, k_cache: Any, v_cache: Any, table: Any, scale: float, window: int, softcap: float,
-    made: Any, tops: Any, sums: Any,
+def _attend_tasks(
+    tasks: Any, order: Any, bounds: Any, q: Any, k_cache: Any, v_cache: Any, table: Any,
+    scale: float, window: int, softcap: float, made: Any, tops: Any, sums: Any,
 ) -> None:  # fmt: skip
-    """Run all tasks: (sequence, KV head, first query row, queries, position of the first, keys from, keys to).
+    """Run all tasks; `made` `[tasks, rows, D]`, `tops` and `sums` `[tasks, rows]` are not normalised.
 
-    q `[T, HQ, D]`, caches `[block, HK, page, D]`; `made` `[tasks, rows, D]`, `tops` and `sums` `[tasks, rows]` are its
-    unnormalised outcome. Causal: a query sees keys up to its own position, the last `window` of them unless that is 0.
+    One turn of the loop is one thread's: numba would deal equal numbers of tasks, whatever their sizes.
     """
-    for task in numba.prange(tasks.shape[0]):
-        _attend_piece(
-            tasks[task], q, k_cache, v_cache, table, scale, window, softcap, made[task], tops[task], sums[task]
-        )
+    for thread in numba.prange(bounds.shape[0] - 1):
+        for task in order[bounds[thread] : bounds[thread + 1]]:
+            _attend_piece(
+                tasks[task], q, k_cache, v_cache, table, scale, window, softcap, made[task], tops[task], sums[task]
+            )
 
 
 @numba.njit(cache=True, nogil=True, fastmath=FAST)
-def join_tasks(tasks: Any, made: Any, tops: Any, sums: Any, sinks: Any, group: int, out: Any, lse: Any) -> None:
+def _join_tasks(tasks: Any, made: Any, tops: Any, sums: Any, sinks: Any, group: int, out: Any, lse: Any) -> None:
     """Join the pieces of each (query, head) and write `out` `[T, HQ, D]` and `lse` `[T, HQ]` (empty: not wanted).
 
     Pieces of one query and head are neighbours in `tasks`.
@@ -242,3 +245,18 @@ def join_tasks(tasks: Any, made: Any, tops: Any, sums: Any, sinks: Any, group: i
             if lse.shape[0] > 0:
                 lse[token, head] = best + math.log(total)
         task = upto
+
+
+@numba.njit(cache=True, nogil=True)
+def attend_pages(
+    tasks: Any, order: Any, bounds: Any, q: Any, k_cache: Any, v_cache: Any, table: Any,
+    scale: float, window: int, softcap: float, sinks: Any, made: Any, tops: Any, sums: Any, out: Any, lse: Any,
+) -> None:  # fmt: skip
+    """Run the tasks of `cpu_tasks.Tasks` and write their queries' rows of `out` and `lse`.
+
+    q and out `[T, HQ, D]`, caches `[block, HK, page, D]`; sinks `[HQ]` and lse `[T, HQ]`, empty: none. `made`
+    `[tasks, rows, D]`, `tops` and `sums` `[tasks, rows]` are room. Causal: a query sees keys up to its own position,
+    the last `window` of them unless that is 0.
+    """
+    _attend_tasks(tasks, order, bounds, q, k_cache, v_cache, table, scale, window, softcap, made, tops, sums)
+    _join_tasks(tasks, made, tops, sums, sinks, q.shape[1] // k_cache.shape[1], out, lse)
