@@ -11,6 +11,7 @@ once for four products, which the compiler does not find by itself.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -18,6 +19,20 @@ import numba
 import numpy as np
 from numba.extending import overload
 
+logger = logging.getLogger(__name__)
+
+
+def _can_keep_code() -> bool:
+    """Whether numba finds a folder to keep compiled code in: NUMBA_CACHE_DIR, beside this file, or the user's own."""
+    try:
+        numba.njit(cache=True)(_can_keep_code)
+    except RuntimeError:  # raised at decoration: without this check, importing the package would fail
+        logger.warning("numba can write to no cache folder, so every start compiles: set NUMBA_CACHE_DIR to one it can")
+        return False
+    return True
+
+
+KEEP_CODE = _can_keep_code()
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 """Sums may be reordered; NaN and infinity keep their meaning."""
 MASKED = np.float32(-1e30)
@@ -29,7 +44,7 @@ HALF_RANGE, HALF_BIAS = np.float32(65536.0), np.float32(2.0**112)
 """Float16's first number too large, and the factor between the exponents of its bits and those of float32."""
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=KEEP_CODE, nogil=True)
 def write_pages(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any) -> None:
     """Copy `[T, HK, D]` keys and values into caches `[block, HK, page, D]`; slot -1 stores nothing."""
     page = k_cache.shape[2]
@@ -73,7 +88,7 @@ def _compile_floats(rows: Any, low: int, high: int, bits: Any) -> Any:
     return float16 if rows.dtype == numba.int16 else _floats
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FAST)
+@numba.njit(cache=KEEP_CODE, nogil=True, fastmath=FAST)
 def _page_scores(q_rows: Any, keys: Any, low: int, high: int, softcap: float, scores: Any) -> None:
     """Scores `[rows, high - low]` of scaled query rows against keys [low, high) of one page."""
     num_rows, head_dim = q_rows.shape
@@ -103,7 +118,7 @@ def _page_scores(q_rows: Any, keys: Any, low: int, high: int, softcap: float, sc
                 scores[row, key] = softcap * math.tanh(scores[row, key] / softcap)
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FAST)
+@numba.njit(cache=KEEP_CODE, nogil=True, fastmath=FAST)
 def _exponentials(scores: Any, best: Any, bits: Any) -> Any:
     """Turn scores into e^(score - best), at most 1, in place, and return their sum; `bits` is int32 room.
 
@@ -126,7 +141,7 @@ def _exponentials(scores: Any, best: Any, bits: Any) -> Any:
     return total
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FAST)
+@numba.njit(cache=KEEP_CODE, nogil=True, fastmath=FAST)
 def _add_values(weights: Any, values: Any, begin: int, end: int, made: Any) -> None:
     """Add values [begin, end) of a page to `made` `[D]`, weighed; `weights` begins with that of value `begin`."""
     fours = end - (end - begin) % 4
@@ -146,7 +161,7 @@ def _add_values(weights: Any, values: Any, begin: int, end: int, made: Any) -> N
             made[dim] += weight * values[key, dim]
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FAST)
+@numba.njit(cache=KEEP_CODE, nogil=True, fastmath=FAST)
 def _add_page(
     scores: Any, first: Any, last: Any, position: int, values: Any, low: int, high: int, bits: Any,
     top: Any, sums: Any, made: Any,
@@ -170,7 +185,7 @@ def _add_page(
         _add_values(seen, values, begin, end, made[row])
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FAST)
+@numba.njit(cache=KEEP_CODE, nogil=True, fastmath=FAST)
 def _attend_piece(
     task: Any, q: Any, k_cache: Any, v_cache: Any, table: Any, scale: float, window: int, softcap: float,
     made: Any, top: Any, sums: Any,
@@ -202,7 +217,7 @@ def _attend_piece(
     top[:rows], sums[:rows] = own_top, own_sums
 
 
-@numba.njit(cache=True, nogil=True, parallel=True, fastmath=FAST)
+@numba.njit(cache=KEEP_CODE, nogil=True, parallel=True, fastmath=FAST)
 def _attend_tasks(
     tasks: Any, order: Any, bounds: Any, q: Any, k_cache: Any, v_cache: Any, table: Any,
     scale: float, window: int, softcap: float, made: Any, tops: Any, sums: Any,
@@ -218,7 +233,7 @@ def _attend_tasks(
             )
 
 
-@numba.njit(cache=True, nogil=True, fastmath=FAST)
+@numba.njit(cache=KEEP_CODE, nogil=True, fastmath=FAST)
 def _join_tasks(tasks: Any, made: Any, tops: Any, sums: Any, sinks: Any, group: int, out: Any, lse: Any) -> None:
     """Join the pieces of each (query, head) and write `out` `[T, HQ, D]` and `lse` `[T, HQ]` (empty: not wanted).
 
@@ -247,7 +262,7 @@ def _join_tasks(tasks: Any, made: Any, tops: Any, sums: Any, sinks: Any, group: 
         task = upto
 
 
-@numba.njit(cache=True, nogil=True)
+@numba.njit(cache=KEEP_CODE, nogil=True)
 def attend_pages(
     tasks: Any, order: Any, bounds: Any, q: Any, k_cache: Any, v_cache: Any, table: Any,
     scale: float, window: int, softcap: float, sinks: Any, made: Any, tops: Any, sums: Any, out: Any, lse: Any,
