@@ -88,7 +88,7 @@ def test_it_says_what_was_chosen_answers_the_line_it_prints_and_leaves_with_zero
     server = start(str(tiny_model), *MEMORY, "--scheduler", "chunked,chunk_size=32", "--block-size", "8")
     log = "".join(server.log)
     for fact in ("chunked (chunk_size=32", "prefix (block_size=8)", "none", "float32 on cpu", "blocks of 8", "tokens",
-                 "requests of the greatest length", "at most 128 requests and 2048 tokens"):  # fmt: skip
+                 "requests of the greatest length", "at most 128 requests and 512 tokens"):  # fmt: skip
         assert fact in log, fact
     done = subprocess.run(server.curl, shell=True, capture_output=True, text=True, timeout=240)
     answer = json.loads(done.stdout)
