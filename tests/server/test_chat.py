@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import httpx
 import openai
 import pytest
 from serving import Running, byte_tokenizer, serving
@@ -69,6 +73,59 @@ def test_the_official_client_sees_errors(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="chance", messages=QUESTION, temperature=-1)
+
+
+def test_bytes_of_a_token_that_is_half_a_character() -> None:
+    with serving(says="→世.") as running:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "temperature": 0, "logprobs": True}
+        body["chat_template"] = "{{ messages[0]['content'] }}→"
+        choice = running.post("/v1/chat/completions", **body).json()["choices"][0]
+        said = [entry["bytes"] for entry in choice["logprobs"]["content"]]
+        assert choice["message"]["content"] == "世." and said == [[0xE4], [0xB8], [0x96], [ord(".")]]
+
+
+def test_templates_get_their_variables_and_nothing_of_the_library(running: Running) -> None:
+    body = {"messages": QUESTION, "max_tokens": 1, "chat_template": "{{ mood }} {{ messages[0]['content'] }}"}
+    plain = running.post("/v1/chat/completions", **body).json()["usage"]["prompt_tokens"]
+    merry = running.post("/v1/chat/completions", **body, chat_template_kwargs={"mood": "merry"}).json()
+    assert merry["usage"]["prompt_tokens"] == plain + len("merry")
+    asked = {"messages": QUESTION, "chat_template": body["chat_template"], "chat_template_kwargs": {"mood": "merry"}}
+    assert running.post("/tokenize", **asked).json()["count"] == plain + len("merry")
+    response = running.post("/v1/chat/completions", **body, chat_template_kwargs={"truncation": True, "max_length": 2})
+    assert response.status_code == 400 and "'max_length'" in response.json()["error"]["message"]
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    """As the official client dumps it, with all the fields that are null."""
+    asked = client.chat.completions.create(model="chance", messages=QUESTION, max_tokens=3)
+    said = asked.choices[0].message.model_dump()
+    assert "tool_calls" in said
+    again = client.chat.completions.create(model="chance", messages=[*QUESTION, said, *QUESTION], max_tokens=3)
+    assert again.usage and asked.usage and again.usage.prompt_tokens > asked.usage.prompt_tokens
+
+
+def test_h58_a_conversation_that_takes_long_to_render_holds_up_no_one(running: Running) -> None:
+    """H58: health is answered while a long conversation becomes a prompt."""
+    rendering, go = threading.Event(), threading.Event()
+    render = running.tokenizer.render_chat
+
+    def waiting(*args: Any, **kwargs: Any) -> str:
+        rendering.set()
+        assert go.wait(20)
+        return render(*args, **kwargs)
+
+    running.tokenizer.render_chat = waiting  # type: ignore[method-assign]
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            long = [{"role": "user", "content": "x" * 5000}]
+            asked = pool.submit(running.post, "/v1/chat/completions", messages=long)
+            assert rendering.wait(20)
+            answer = httpx.get(f"{running.url}/health", timeout=10)
+            go.set()
+            assert answer.status_code == 200 and asked.result().status_code == 400
+    finally:
+        go.set()
+        del running.tokenizer.render_chat  # type: ignore[method-assign]
 
 
 def test_a_conversation_goes_on_with_its_last_message(running: Running) -> None:

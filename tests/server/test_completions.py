@@ -78,6 +78,57 @@ def test_h14_cached_tokens_are_those_not_computed(running: Running) -> None:
     assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
+def test_usage_in_every_event_counts_what_was_sent_so_far(running: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+    ):
+        events = running.events(path, **prompt, max_tokens=4, n=2, temperature=0, stream_options=options)
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == sorted(counts) and counts[0] <= 1 and set(counts) >= set(range(1, 9)), counts
+
+
+def test_token_ids_are_returned_when_asked_for(running: Running) -> None:
+    body = {"prompt": ["hello", "hi"], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    choices = running.complete(**body)["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [running.tokenizer.encode(p) for p in body["prompt"]]
+    assert all(running.tokenizer.decode(choice["token_ids"]) == choice["text"] for choice in choices)
+    parts = [c for event in running.events("/v1/completions", **body) for c in event["choices"] if c["index"] == 1]
+    assert [token for part in parts for token in part["token_ids"]] == choices[1]["token_ids"]
+    assert ["prompt_token_ids" in part for part in parts] == [True] + [False] * (len(parts) - 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offsets_are_places_in_the_text(running: Running, stream: bool) -> None:
+    """Of several prompts, each in its own text; a BOS that the text does not show has no length."""
+    (end,) = running.tokenizer.encode("</s>", add_special_tokens=False)
+    ids = [0, *running.tokenizer.encode("ab", False), end, *running.tokenizer.encode("c", False)]
+    prompts = ["ab", "a longer prompt", "<s>written", ids]
+    for prompt, other in zip(prompts, reversed(prompts), strict=True):
+        if isinstance(prompt, str) and isinstance(other, str):
+            both: list[object] = [prompt, other]
+        else:
+            both = [prompt]
+        body = {"prompt": both if len(both) > 1 else prompt, "max_tokens": 3, "echo": True, "logprobs": 0}
+        answers: list[tuple[str, list[int], list[str]]] = []
+        if stream:
+            parts = [c for event in running.events("/v1/completions", **body) for c in event["choices"]]
+            for index in range(len(both)):
+                mine = [part for part in parts if part["index"] == index]
+                offsets = [one for part in mine for one in part["logprobs"]["text_offset"]]
+                tokens = [one for part in mine for one in part["logprobs"]["tokens"]]
+                answers.append(("".join(part["text"] for part in mine), offsets, tokens))
+        else:
+            for choice in running.post("/v1/completions", **body).json()["choices"]:
+                answers.append((choice["text"], choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]))
+        for text, offsets, tokens in answers:
+            ends = [*offsets[1:], len(text)]
+            shown = [text[begin:end] for begin, end in zip(offsets, ends, strict=True)]
+            assert all(part in (token, "") for part, token in zip(shown, tokens, strict=True)), (shown, tokens)
+            assert "".join(shown) == text
+
+
 def exact_logprobs(running: Running, ids: list[int]) -> list[float | None]:
     """What the model of chance says of each token after the first."""
     log = torch.log_softmax(running.gate.inner.table, dim=1)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, processors
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from serving import TEMPLATE, byte_ids, byte_tokenizer
@@ -42,33 +46,88 @@ def test_h21_an_invalid_byte_does_not_hold_up_what_follows(tokenizer: Tokenizer)
     assert "".join(pieces) == "ab\ufffdcd\ufffd" and "".join(pieces[:4]) == "ab\ufffdc"
 
 
-def test_random_bytes_give_the_whole_decode(tokenizer: Tokenizer) -> None:
+def test_h21_any_bytes_give_the_whole_decode(tokenizer: Tokenizer) -> None:
+    """H21: characters with bytes put in and doubled anywhere: what is shown is what all tokens decode to."""
     rng = random.Random(21)
-    for _ in range(200):
-        text = "".join(rng.choice("aé世🌈 \n") for _ in range(20)).encode()
-        cut = rng.randrange(len(text))
-        data = text[:cut] + bytes([rng.choice((0xFF, 0xC3))]) + b"." + text[cut:]
+    for _ in range(500):
+        data = "".join(rng.choice("aé世🌈 \n") for _ in range(12)).encode()
+        for _ in range(rng.randint(1, 6)):
+            cut = rng.randrange(len(data))
+            data = data[:cut] + bytes([rng.choice((0xFF, 0xC3, 0xE4, 0xF0, 0x9F))]) * rng.choice((1, 1, 9)) + data[cut:]
         tokens = byte_ids(tokenizer.hf, data)
         assert "".join(stream(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
+def fallback_tokenizer(*, strip: bool = False) -> Tokenizer:
+    """Pieces in SentencePiece's way: spaces as ▁, characters without a piece as bytes; `strip` as Llama 2 does."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "a", "b", "é", "."]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<s>", eos_token="</s>"))
+
+
+def ids_of(tokenizer: Tokenizer, *pieces: str | bytes) -> list[int]:
+    """Ids of pieces, and of bytes one by one."""
+    names = [[piece] if isinstance(piece, str) else [f"<0x{byte:02X}>" for byte in piece] for piece in pieces]
+    return [int(tokenizer.hf.convert_tokens_to_ids(name)) for one in names for name in one]
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_h21_characters_of_byte_tokens_come_whole(strip: bool) -> None:
+    """H21: byte tokens between pieces wait for each other, and spaces that join pieces stay right."""
+    made = fallback_tokenizer(strip=strip)
+    rng = random.Random(3)
+    for _ in range(300):
+        parts = [rng.choice(["▁", "▁the", "a", "é", ".", "世".encode(), "🌈".encode()]) for _ in range(12)]
+        tokens = ids_of(made, *parts)
+        pieces = stream(made, tokens)
+        assert not any("\ufffd" in piece for piece in pieces)
+        before = made.encode("before")
+        assert "".join(pieces) == made.decode(before + tokens)[len(made.decode(before)) :]
+
+
+def test_h21_a_wrong_byte_costs_no_character_beside_it() -> None:
+    """H21: what was shown stays, what follows is shown at once; the library's decoder would give up the whole run."""
+    made = fallback_tokenizer()
+    tokens = ids_of(made, "a", "世".encode() + b"\xff" + "世é".encode(), "▁the")
+    assert made.decode(tokens) == "a" + "\ufffd" * 9 + " the"
+    assert stream(made, tokens) == ["a", "", "", "世", "\ufffd", "", "", "世", "", "é", " the", ""]
+
+
 def test_h21_the_cost_of_a_token_does_not_grow(tokenizer: Tokenizer) -> None:
-    """Counted in tokens decoded, not in seconds: after 10,000 tokens each still decodes a window."""
-    made = TextStream(tokenizer, [], SamplingParams())
-    decoded: list[int] = []
-    decode = tokenizer.decode
+    """Counted in tokens decoded, not in seconds: after 10,000 tokens each still decodes a window at most."""
+    for one in (tokenizer, fallback_tokenizer()):
+        made = TextStream(one, [], SamplingParams())
+        decoded: list[int] = []
+        decode = one.decode
 
-    def counting(ids: list[int], skip_special_tokens: bool = False) -> str:
-        decoded.append(len(ids))
-        return decode(ids, skip_special_tokens)
+        def counting(
+            ids: list[int], skip: bool = False, decode: Any = decode, decoded: list[int] = decoded
+        ) -> str:
+            decoded.append(len(ids))
+            return str(decode(ids, skip))
 
-    tokenizer.decode = counting  # type: ignore[method-assign, assignment]
-    try:
-        for number in range(10_000):
-            made.push([2 + number % 250])
-    finally:
-        del tokenizer.decode  # type: ignore[method-assign]
-    assert max(decoded) <= 16 and len(decoded) <= 20_001
+        one.decode = counting  # type: ignore[method-assign, assignment]
+        try:
+            for number in range(10_000):
+                made.push([3 + number % (len(one.hf) - 3)])
+        finally:
+            del one.decode  # type: ignore[method-assign]
+        assert max(decoded, default=0) <= 16 and len(decoded) <= 20_001 and len(made._ids) <= 16
+
+
+def test_tokens_by_themselves() -> None:
+    """As log-probabilities show them: the space that begins a word, and the bytes of half a character."""
+    made = fallback_tokenizer(strip=True)
+    the, half = ids_of(made, "▁the", b"\xe4")
+    assert made.decode([the]) == "the" and made.token_text(the) == " the"
+    assert made.token_bytes(half) == b"\xe4" and made.token_bytes(the) is None
+    level = Tokenizer(byte_tokenizer())
+    assert [level.token_bytes(token) for token in byte_ids(level.hf, b"a \xe4")] == [b"a", b" ", b"\xe4"]
+    assert level.token_bytes(1) == b"</s>" and level.token_bytes(1, skip_special_tokens=True) == b""
 
 
 @pytest.mark.parametrize(
@@ -107,6 +166,17 @@ def test_h24_one_bos_never_two(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("hi")[:2] == [0, tokenizer.encode("h", False)[0]]
     assert tokenizer.encode("<s>hi") == tokenizer.encode("hi")
     assert Tokenizer(byte_tokenizer(bos=False)).encode("hi") == tokenizer.encode("hi")[1:]
+
+
+def test_h24_a_conversation_gets_no_end_from_the_tokenizer() -> None:
+    """H24: a tokenizer that also puts an end behind each text puts none behind a conversation to be gone on with."""
+    hf = byte_tokenizer(chat_template="{{ messages[0]['content'] }}")
+    hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    made = Tokenizer(hf)
+    hi = byte_ids(hf, b"hi")
+    assert made.encode("hi") == [0, *hi, 1] and made.encode_chat("hi") == made.encode_chat("<s>hi") == [0, *hi]
 
 
 def test_h44_no_template_and_a_template_that_fails() -> None:

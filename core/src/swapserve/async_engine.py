@@ -191,11 +191,12 @@ class AsyncEngine:
             self.death = f"the engine died: {type(error).__name__}: {error}"
             last = Chunk("", finish_reason=FinishReason.ERROR, error=self.death)
             self._deliver([(stream, last) for stream in list(self._streams.values())])
-            while True:
-                command = self._commands.get()
-                if command is None:
-                    return
-                command()
+            while (command := self._commands.get()) is not None:
+                try:
+                    command()
+                except Exception:
+                    # An engine that died may fail at anything; those who still ask must be answered.
+                    logger.debug("a command to the dead engine failed", exc_info=True)
 
     def _loop(self) -> None:
         """Commands, then a step, as long as there is either."""

@@ -1,12 +1,16 @@
 """Text as it comes, token by token: whole characters only, and nothing of a stop string.
 
-Decoding a window of the last tokens twice, with and without the new one, gives the text the new one adds; the
-window keeps what joins tokens (spaces, bytes of one character) right. A text that ends in U+FFFD may be half a
-character: it waits for the next token.
+A token that stands for bytes goes through an incremental UTF-8 decoder, which waits for the rest of a character and
+puts U+FFFD for what never becomes one. For any other token, decoding a window of the last tokens twice, with and
+without the new one, gives the text the new one adds; the window keeps what joins tokens (spaces) right.
+
+So a wrong byte costs no character beside it. SentencePiece's own decoder gives up every byte token of a run that holds
+a wrong one, also those already shown; a stream cannot take text back, and answers that are not streamed say the same.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -51,7 +55,8 @@ class TextStream:
         self._tokenizer, self._params = tokenizer, params
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._read = len(self._ids)
-        self._before = self._decode(self._ids)
+        self._before = "" if tokenizer.byte_level else self._decode(self._ids)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
         self._held = ""
         """Decoded, and perhaps the beginning of a stop string."""
@@ -106,19 +111,34 @@ class TextStream:
         return self._tokenizer.decode(ids, self._params.skip_special_tokens)
 
     def _add(self, token: int) -> str:
-        self._ids.append(token)
-        text = self._decode(self._ids)
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_HELD_TOKENS:
-            return ""
-        return self._advance(text)
+        """The text that a token makes certain."""
+        data = self._tokenizer.token_bytes(token, self._params.skip_special_tokens)
+        if data is not None:
+            added = self._flush_window() + self._utf8.decode(data)
+            if not self._tokenizer.byte_level:
+                self._ids.append(token)
+                self._advance(self._decode(self._ids))
+        else:
+            added = self._utf8.decode(b"", True)
+            self._ids.append(token)
+            text = self._decode(self._ids)
+            # Decoders that are made of other steps may still give half a character: it waits for the next token.
+            if not text.endswith(REPLACEMENT) or len(self._ids) - self._read >= MAX_HELD_TOKENS:
+                added += self._advance(text)
+        self._length += len(added)
+        return added
 
     def _flush(self) -> str:
+        added = self._flush_window() + self._utf8.decode(b"", True)
+        self._length += len(added)
+        return added
+
+    def _flush_window(self) -> str:
         return self._advance(self._decode(self._ids)) if self._read < len(self._ids) else ""
 
     def _advance(self, text: str) -> str:
         """Take over a decoded window: what it adds is out, and the next window begins with its last tokens."""
         added = text[len(self._before) :]
-        self._length += len(added)
         del self._ids[:-CONTEXT_TOKENS]
         self._read = len(self._ids)
         self._before = self._decode(self._ids)

@@ -31,17 +31,16 @@ def event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(streams: Sequence[Stream], num_prompts: int, num_output: int | None = None) -> dict[str, Any]:
-    """Tokens of a call: each prompt once, whatever the number of its choices, and every token given."""
+def usage(streams: Sequence[Stream], num_prompts: int, num_output: int) -> dict[str, Any]:
+    """Tokens of a call: each prompt once, whatever the number of its choices, and every token given so far."""
     per_prompt = len(streams) // num_prompts
     firsts = streams[::per_prompt]
     prompt = sum(len(stream.prompt) for stream in firsts)
-    output = sum(stream.text.num_tokens for stream in streams) if num_output is None else num_output
     cached = sum((stream.request.cached_tokens or 0) for stream in firsts if stream.request)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
+        "completion_tokens": num_output,
+        "total_tokens": prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
@@ -55,7 +54,7 @@ def raise_if_failed(chunk: Chunk) -> None:
 async def gather(request: Request, state: ServerState, streams: Sequence[Stream]) -> list[list[Chunk]]:
     """All chunks of each stream, for an answer that is not streamed."""
     chunks: list[list[Chunk]] = [[] for _ in streams]
-    async with aborting_when_gone(request, state, streams):
+    with aborting_when_gone(request, state, streams):
         async for index, chunk in merged(streams):
             raise_if_failed(chunk)
             chunks[index].append(chunk)
@@ -80,7 +79,7 @@ def sse(
     """A stream of events that ends its requests when the client leaves, and says so when one fails."""
 
     async def body() -> AsyncIterator[bytes]:
-        async with aborting_when_gone(request, state, streams):
+        with aborting_when_gone(request, state, streams):
             try:
                 async for piece in events:
                     yield piece

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,11 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swapserve import __version__
 from swapserve.async_engine import EngineDraining
 from swapserve.request import RequestRefused
-from swapserve.server.chat import chat_completions
+from swapserve.server.chat import chat_completions, rendered
 from swapserve.server.completions import completions
-from swapserve.server.errors import ApiError, handle
+from swapserve.server.errors import ApiError, as_api_error, handle
 from swapserve.server.protocol import DetokenizeRequest, TokenizeRequest
 from swapserve.server.state import ServerState, read_body, state_of
+
+logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 """What may be asked without a key."""
@@ -47,16 +51,15 @@ def create_app(state: ServerState) -> Starlette:
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
     ]
-    # Starlette logs the traceback of what only the handler of Exception takes: these are no surprise.
-    expected = (HTTPException, ApiError, EngineDraining, RequestRefused, ValidationError)
-    app = Starlette(routes=routes, exception_handlers=dict.fromkeys((Exception, *expected), handle))
+    expected = (HTTPException, ApiError, EngineDraining, RequestRefused, ValidationError, ClientDisconnect)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(expected, handle))
     app.add_middleware(Door)
     app.state.server = state
     return app
 
 
 class Door:
-    """Lets in who has a key, and gives each answer the id of its request."""
+    """Lets in who has a key, gives each answer the id of its request, and answers when a handler fails."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -66,20 +69,30 @@ class Door:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id")
-        refused = self._refuse(scope, headers, request_id)
-        if refused is not None:
-            return await refused.response()(scope, receive, send)
+        too_long = request_id is not None and len(request_id) > MAX_REQUEST_ID
+        echoed, begun = uuid.uuid4().hex if request_id is None or too_long else request_id, False
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start" and request_id is not None:
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                MutableHeaders(scope=message)["X-Request-Id"] = echoed
             await send(message)
 
-        await self.app(scope, receive, send_with_id)
+        if too_long:
+            refused = ApiError(400, f"X-Request-Id has {len(request_id or '')} characters: at most {MAX_REQUEST_ID}")
+            return await refused.response()(scope, receive, send_with_id)
+        if (refused_key := self._refuse(scope, headers)) is not None:
+            return await refused_key.response()(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            if begun:
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await as_api_error(error).response()(scope, receive, send_with_id)
 
-    def _refuse(self, scope: Scope, headers: Headers, request_id: str | None) -> ApiError | None:
-        if request_id is not None and len(request_id) > MAX_REQUEST_ID:
-            return ApiError(400, f"X-Request-Id has {len(request_id)} characters: at most {MAX_REQUEST_ID}")
+    def _refuse(self, scope: Scope, headers: Headers) -> ApiError | None:
         keys = scope["app"].state.server.api_keys
         if not keys or scope["path"] in OPEN_PATHS:
             return None
@@ -165,9 +178,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest, state.max_body_bytes)
     state.check_model(body.model)
     if body.messages is not None:
-        messages = [message.plain() for message in body.messages]
-        text = state.tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
-        ids = state.tokenizer.encode_chat(text)
+        ids = await rendered(state, body, body.messages)
     else:
         ids = await state.encode(body.prompt or "", body.add_special_tokens)
     made = {"count": len(ids), "max_model_len": state.engine.engine.limits.max_model_len, "tokens": ids}

@@ -14,8 +14,8 @@ from swapserve.detokenizer import Chunk
 from swapserve.params import SamplingParams
 from swapserve.request import TokenLogprobs
 from swapserve.server import answers
-from swapserve.server.protocol import ChatRequest
-from swapserve.server.state import ServerState, read_body, state_of
+from swapserve.server.protocol import ChatPrompt, ChatRequest, Message
+from swapserve.server.state import LONG_TEXT, ServerState, aside, read_body, state_of
 from swapserve.tokenizer import Tokenizer
 
 
@@ -27,9 +27,11 @@ class Call:
     state: ServerState
     model: str
     streams: Sequence[Stream]
+    given: list[int]
+    """Tokens of each choice that were handed on."""
 
     def usage(self) -> dict[str, Any]:
-        return answers.usage(self.streams, 1)
+        return answers.usage(self.streams, 1, sum(self.given))
 
     def logprobs(self, chunk: Chunk) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -42,20 +44,15 @@ async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, ChatRequest, state.max_body_bytes)
     model = state.check_model(body.model)
-    text = state.tokenizer.render_chat(
-        [message.plain() for message in body.messages],
-        chat_template=body.chat_template,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
-    prompt = state.tokenizer.encode_chat(text)
-    call = Call(body, state, model, state.submit_all([(prompt, _params(body, n)) for n in range(body.n)], body))
+    prompt = await rendered(state, body, body.messages)
+    jobs = [(prompt, _params(body, n)) for n in range(body.n)]
+    call = Call(body, state, model, await state.submit_all(jobs, body), [0] * body.n)
     if body.stream:
         return answers.sse(request, state, call.streams, _events(call))
     choices = []
     for index, chunks in enumerate(await answers.gather(request, state, call.streams)):
         whole = answers.joined(chunks)
+        call.given[index] = len(whole.tokens)
         choices.append(
             {
                 "index": index,
@@ -68,6 +65,23 @@ async def chat_completions(request: Request) -> Response:
     if body.prompt_logprobs is not None and (first := call.streams[0].request) is not None:
         made["prompt_logprobs"] = answers.vllm_prompt_logprobs(state.tokenizer, first.prompt_logprobs)
     return JSONResponse(made)
+
+
+async def rendered(state: ServerState, asked: ChatPrompt, messages: Sequence[Message]) -> list[int]:
+    """The prompt of a conversation, as token ids."""
+
+    def render() -> list[int]:
+        text = state.tokenizer.render_chat(
+            [message.plain() for message in messages],
+            chat_template=asked.chat_template,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            template_kwargs=asked.chat_template_kwargs,
+        )
+        return state.tokenizer.encode_chat(text)
+
+    # A template of the client's own may take its time, whatever the length of the messages.
+    return await aside(LONG_TEXT if asked.chat_template else sum(message.length for message in messages), render)
 
 
 async def _events(call: Call) -> AsyncIterator[bytes]:
@@ -84,6 +98,7 @@ async def _events(call: Call) -> AsyncIterator[bytes]:
 
     begun = [False] * len(call.streams)
     async for index, chunk in answers.readable(call.streams):
+        call.given[index] += len(chunk.tokens)
         if not begun[index]:
             begun[index] = True
             yield piece(index, {"role": "assistant", "content": ""})
@@ -102,7 +117,7 @@ def _params(body: ChatRequest, choice: int) -> SamplingParams:
 
 def _logprob(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        text, data = tokenizer.token_text(token), tokenizer.token_bytes(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode() if data is None else data)}
 
     return {**one(entry.token, entry.logprob), "top_logprobs": [one(token, logprob) for token, logprob in entry.top]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from swapserve.params import SamplingParams
 from swapserve.request import RequestRefused, TokenLogprobs
 from swapserve.server import answers
 from swapserve.server.protocol import CompletionRequest
-from swapserve.server.state import ServerState, read_body, state_of
+from swapserve.server.state import JOBS_AT_ONCE, ServerState, read_body, state_of
+from swapserve.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Call:
     texts: Sequence[str]
     """The prompts as text, for echo."""
     streams: Sequence[Stream]
+    given: list[int]
+    """Tokens of each stream that were handed on."""
 
     @property
     def drops_output(self) -> bool:
@@ -37,34 +41,36 @@ class Call:
     def choice(self, index: int, chunk: Chunk, first: bool) -> dict[str, Any]:
         """A choice, or the part of one that a chunk holds; the first part carries the echo."""
         stream, echo = self.streams[index], self.body.echo and first
+        self.given[index] += len(chunk.tokens)
         text = "" if self.drops_output else chunk.text
         made: dict[str, Any] = {
             "index": index,
             "text": self.texts[index // self.body.n] + text if echo else text,
-            "logprobs": self._logprobs(stream, chunk, echo),
+            "logprobs": self._logprobs(index, chunk, echo),
             "finish_reason": chunk.finish_reason and ("length" if self.drops_output else chunk.finish_reason.value),
         }
+        if self.body.return_token_ids:
+            made["token_ids"] = [] if self.drops_output else list(chunk.tokens)
+            if first:
+                made["prompt_token_ids"] = list(stream.prompt)
         if first and self.body.prompt_logprobs is not None and stream.request is not None:
             made["prompt_logprobs"] = answers.vllm_prompt_logprobs(self.state.tokenizer, stream.request.prompt_logprobs)
         return made
 
     def usage(self) -> dict[str, Any]:
-        num_prompts = len(self.texts)
-        return answers.usage(self.streams, num_prompts, 0 if self.drops_output else None)
+        return answers.usage(self.streams, len(self.texts), 0 if self.drops_output else sum(self.given))
 
-    def _logprobs(self, stream: Stream, chunk: Chunk, echo: bool) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, chunk: Chunk, echo: bool) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
+        stream, prompt = self.streams[index], self.texts[index // self.body.n]
         entries: list[TokenLogprobs | None] = [] if self.drops_output else list(chunk.logprobs or ())
         tokens = [] if self.drops_output else list(chunk.tokens)
-        shift = len(self.texts[0]) if self.body.echo else 0
-        offsets = [] if self.drops_output else [shift + offset for offset in chunk.offsets]
+        offsets = [] if self.drops_output else [len(prompt) + offset for offset in chunk.offsets]
         if echo and stream.request is not None:
-            of_prompt = TextStream(self.state.tokenizer, (), SamplingParams(skip_special_tokens=False))
-            of_prompt.push(stream.prompt)
             entries = [*stream.request.prompt_logprobs, *entries]
             tokens = [*stream.prompt, *tokens]
-            offsets = [*of_prompt.offsets, *offsets]
+            offsets = [*_prompt_offsets(self.state.tokenizer, stream.prompt, prompt), *offsets]
         text = self.state.tokenizer.token_text
         return {
             "tokens": [text(token) for token in tokens],
@@ -88,7 +94,7 @@ async def completions(request: Request) -> Response:
         for prompt in prompts
     ] if body.echo else [""] * len(prompts)  # fmt: skip
     jobs = [(prompt, _params(body, choice)) for prompt in ids for choice in range(body.n)]
-    call = Call(body, state, model, texts, state.submit_all(jobs, body))
+    call = Call(body, state, model, texts, await state.submit_all(jobs, body), [0] * len(jobs))
     if body.stream:
         return answers.sse(request, state, call.streams, _events(call))
     chunks = await answers.gather(request, state, call.streams)
@@ -115,11 +121,26 @@ async def _events(call: Call) -> AsyncIterator[bytes]:
 
 async def _encoded(state: ServerState, body: CompletionRequest, prompt: Any, index: int, count: int) -> list[int]:
     """Token ids of one prompt; an empty one is refused, with its place in a list."""
+    if index % JOBS_AT_ONCE == JOBS_AT_ONCE - 1:
+        await asyncio.sleep(0)
     ids = prompt if isinstance(prompt, list) else await state.encode(prompt, body.add_special_tokens)
     if not ids:
         where = f"prompt {index} of the list" if count > 1 else "the prompt"
         raise RequestRefused(f"{where} is empty: give at least one token", "prompt")
     return list(ids)
+
+
+def _prompt_offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
+    """Where each token of a prompt begins in its text; a BOS that is not written there has no length."""
+    unseen = 0
+    if tokenizer.bos_token_id == prompt[0] and not text.startswith(tokenizer.token_text(prompt[0])):
+        unseen = 1
+    for skip in (False, True):
+        # A prompt given as ids is echoed without its special tokens, one given as text as it was written.
+        made = TextStream(tokenizer, prompt[:unseen], SamplingParams(skip_special_tokens=skip))
+        if made.push(prompt[unseen:]) + made.finish() == text:
+            break
+    return [0] * unseen + [min(offset, len(text)) for offset in made.offsets]
 
 
 def _params(body: CompletionRequest, choice: int) -> SamplingParams:

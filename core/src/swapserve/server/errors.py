@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from swapserve.async_engine import EngineDraining
@@ -21,6 +22,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers: Mapping[str, str] = {}
 
     def body(self) -> dict[str, Any]:
         """The error object, as it stands in a response or in a stream."""
@@ -28,8 +30,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}}
 
     def response(self) -> Response:
-        headers = {"Retry-After": "1"} if self.status == 503 else None
-        return JSONResponse(self.body(), self.status, headers)
+        headers = {"Retry-After": "1"} if self.status == 503 else {}
+        return JSONResponse(self.body(), self.status, {**headers, **self.headers})
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -42,8 +44,12 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error))
     if isinstance(error, ValidationError):
         return _from_validation(error)
+    if isinstance(error, ClientDisconnect):
+        return ApiError(400, "the connection was closed before the whole body had come")
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        made = ApiError(error.status_code, str(error.detail))
+        made.headers = error.headers or {}
+        return made
     return ApiError(500, f"the server failed: {type(error).__name__}")
 
 
@@ -67,5 +73,11 @@ def _from_validation(error: ValidationError) -> ApiError:
 
 
 async def handle(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler for everything."""
-    return as_api_error(error).response()
+    """Starlette's exception handler for what is expected."""
+    made = as_api_error(error)
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        allowed = made.headers.get("Allow")
+        made.message = f"{request.method} {request.url.path}: " + (
+            f"this path takes {allowed}" if allowed else "there is no such path here"
+        )
+    return made.response()

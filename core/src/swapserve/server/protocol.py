@@ -1,30 +1,64 @@
 """What clients may send: OpenAI's fields that we honour, vLLM's extra sampling fields, and nothing else.
 
-An unknown field is refused by name: ignoring it would change the answer without a word. The fields of
-`HARMLESS` say something about the client and nothing about the answer, and are accepted.
+An unknown field is refused by name: ignoring it would change the answer without a word. The fields of `HARMLESS`
+are accepted where they say nothing about the answer. Null means that a field is left out, but for `max_tokens`,
+where it means "until the context is full".
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from swapserve.params import SamplingParams
 from swapserve.request import RequestRefused
 
 MAX_CHOICES = 128
-HARMLESS = {
-    "user": "who the client's user is",
-    "metadata": "the client's own notes",
-    "store": "whether OpenAI keeps the answer",
-    "service_tier": "OpenAI's price class",
-    "safety_identifier": "who the client's user is",
-    "prompt_cache_key": "a hint for OpenAI's cache",
-    "parallel_tool_calls": "says nothing without tools",
+Number = Annotated[float, Field(strict=True)]
+"""Whole ones too; neither a boolean nor a text."""
+TOKEN_KEY = re.compile(r"-?[0-9]{1,20}")
+NOT_FOR_TEMPLATES = frozenset({
+    "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
+"""What `apply_chat_template` of transformers takes for itself."""
+ANYTHING = object()
+NOTHING = (None,)
+HARMLESS: Mapping[str, tuple[Any, str]] = {
+    "user": (ANYTHING, "who the client's user is"),
+    "safety_identifier": (ANYTHING, "who the client's user is"),
+    "metadata": (ANYTHING, "the client's own notes"),
+    "prompt_cache_key": (ANYTHING, "a hint for OpenAI's cache"),
+    "parallel_tool_calls": (ANYTHING, "says nothing without tools"),
+    "store": ((None, False), "whether OpenAI keeps the answer: it is not kept here"),
+    "service_tier": ((None, "auto", "default"), "OpenAI's price class"),
+    "tools": ((None, []), "tools the model may call"),
+    "tool_choice": ((None, "none", "auto"), "says nothing without tools"),
+    "functions": ((None, []), "the old name of tools"),
+    "function_call": ((None, "none", "auto"), "says nothing without functions"),
+    "modalities": ((None, ["text"]), "kinds of output: text is the only one here"),
+    "response_format": ((None, {"type": "text"}), "the form of the answer: free text here"),
+    "suffix": ((None, ""), "text after the answer"),
+    "audio": (NOTHING, "spoken output"),
+    "prediction": (NOTHING, "what much of the answer will be"),
+    "reasoning_effort": (NOTHING, "how long to think"),
+    "verbosity": (NOTHING, "how long to answer"),
+    "web_search_options": (NOTHING, "searches"),
 }
-"""Standard fields that cannot change the answer here, and what they are for elsewhere."""
+"""Standard fields that are no field here: the values that change nothing, which are accepted, and what they are for."""
 
 SHARED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -36,8 +70,8 @@ SHARED = (
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
 
 
 class Sampling(BaseModel):
@@ -48,34 +82,42 @@ class Sampling(BaseModel):
     model: str | None = None
     max_tokens: StrictInt | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
-    stream: bool = False
+    stream: StrictBool = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    logit_bias: dict[str, float] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    logit_bias: dict[str, Number] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     seed: StrictInt | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
     # vLLM's
     top_k: StrictInt | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
     min_tokens: StrictInt | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: StrictBool | None = None
     stop_token_ids: list[StrictInt] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
     prompt_logprobs: StrictInt | None = None
     priority: StrictInt = 0
     cache_salt: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_harmless(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {key: value for key, value in data.items() if key not in HARMLESS}
-        return data
+    def _drop_what_says_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if not cls._says_nothing(key, value)}
+
+    @classmethod
+    def _says_nothing(cls, name: str, value: Any) -> bool:
+        if name in cls.model_fields:
+            return value is None and name != "max_tokens"
+        accepted, _ = HARMLESS.get(name, ((), ""))
+        # 0 equals False, and is no answer to a question of yes or no.
+        return accepted is ANYTHING or any(type(value) is type(one) and value == one for one in accepted)
 
     @field_validator("stop")
     @classmethod
@@ -109,10 +151,19 @@ class CompletionRequest(Sampling):
     prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
     max_tokens: StrictInt | None = 16
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    echo: bool = False
+    echo: StrictBool = False
     best_of: StrictInt | None = None
-    suffix: Literal[None] = None
-    add_special_tokens: bool = True
+    return_token_ids: StrictBool = False
+    add_special_tokens: StrictBool = True
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _one_of_four(cls, prompt: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(prompt)
+        except ValidationError:
+            # Else a union complains of each of its members, none of which the client may have meant.
+            raise ValueError("give a text, a list of texts, a list of token ids or a list of such lists") from None
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionRequest:
@@ -144,7 +195,29 @@ class Message(BaseModel):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    # What answers of other servers carry: clients send them back.
     refusal: Literal[None] = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: Literal[None] = None
+    function_call: Literal[None] = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @field_validator("content", mode="wrap")
+    @classmethod
+    def _text_only(cls, content: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(content)
+        except ValidationError:
+            parts = content if isinstance(content, list) else []
+            other = next((p["type"] for p in parts if isinstance(p, dict) and p.get("type", "text") != "text"), None)
+            had = f": {str(other)[:40]!r} is not supported here" if other is not None else ""
+            raise ValueError(f'give a text or a list of {{"type": "text", "text": "..."}} parts{had}') from None
+
+    @property
+    def length(self) -> int:
+        """Characters of the content."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return len(self.content) if isinstance(self.content, str) else sum(len(part.text) for part in parts)
 
     def plain(self) -> dict[str, Any]:
         """As chat templates read it: text parts joined, absent fields left out."""
@@ -157,49 +230,56 @@ class Message(BaseModel):
         return said
 
 
-class ResponseFormat(BaseModel):
+class ChatPrompt(BaseModel):
+    """How a conversation becomes a prompt."""
+
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text"]
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _for_the_template(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Names that mean something to the tokenizer would never reach the template."""
+        if taken := sorted(NOT_FOR_TEMPLATES & set(given or ())):
+            raise ValueError(f"{taken[0]!r} is no variable of a template")
+        return given
+
+    @model_validator(mode="after")
+    def _agree_on_the_end(self) -> ChatPrompt:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message goes on with the last message: set add_generation_prompt to false")
+        return self
 
 
-class ChatRequest(Sampling):
+class ChatRequest(ChatPrompt, Sampling):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: StrictInt | None = None
-    logprobs: bool = False
+    logprobs: StrictBool = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Literal[None] = None
-    tool_choice: Literal["none", None] = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: set logprobs to true")
-        if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError("continue_final_message goes on with the last message: set add_generation_prompt to false")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
         return self
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(ChatPrompt):
     """`POST /tokenize`: a prompt, or a conversation."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: StrictBool = True
+    return_token_strs: StrictBool = False
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
@@ -219,8 +299,7 @@ class DetokenizeRequest(BaseModel):
 
 def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
     """JSON's keys are texts: `{"50256": -100}`."""
-    try:
-        return {int(key): value for key, value in bias.items()}
-    except ValueError:
-        wrong = next(key for key in bias if not key.lstrip("-").isdigit())
-        raise RequestRefused(f"logit_bias: {wrong!r} is no token id: keys are whole numbers", "logit_bias") from None
+    for key in bias:
+        if not TOKEN_KEY.fullmatch(key):
+            raise RequestRefused(f"logit_bias: {key[:40]!r} is no token id: keys are whole numbers", "logit_bias")
+    return {int(key): value for key, value in bias.items()}

@@ -13,6 +13,7 @@ from swapserve.server.app import create_app
 from swapserve.server.state import ServerState
 
 BACKLOG = 2048
+GRACE_SECONDS = 10.0
 
 
 class PortTaken(ValueError):
@@ -28,9 +29,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
         # Listening from here on: a second server that asks for the port is told at once.
         sock.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise PortTaken(
             f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host"
         ) from None
@@ -73,14 +74,19 @@ def run_server(
     *,
     announce: Callable[[str], None],
     ready: Callable[[], None] = lambda: None,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> None:
     """Serve until a signal comes; returns when everything that was taken has been answered.
+
+    Clients that have not read their answers `grace_seconds` after the last was made are cut off.
 
     `state.engine` is started and stopped here; `ready` is called once requests are answered.
     """
     config = uvicorn.Config(
         create_app(state), log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75,
     )  # fmt: skip
+    # uvicorn declares whole seconds and hands the value to asyncio, which takes parts of them.
+    config.timeout_graceful_shutdown = grace_seconds  # type: ignore[assignment]
     server = _Server(config, state, announce)
 
     async def main() -> None:
