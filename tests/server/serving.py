@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +110,25 @@ class Running:
         assert all(line.startswith("data: ") for line in lines), lines
         assert lines[-1] == "data: [DONE]" and lines.count("data: [DONE]") == 1
         return [json.loads(line.removeprefix("data: "), parse_constant=_refuse) for line in lines[:-1]]
+
+    @contextmanager
+    def held(self, commands: int) -> Iterator[None]:
+        """Inside the block the engine's thread takes no command; it goes on once so many wait for it.
+
+        So a step cannot begin with only some of the requests of one call.
+        """
+        there, go = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            there.set()
+            end = time.monotonic() + 20
+            while not go.wait(0.005) or (self.engine._commands.qsize() < commands and time.monotonic() < end):
+                time.sleep(0.001)
+
+        self.engine._commands.put(wait)
+        assert there.wait(20)
+        go.set()
+        yield
 
     def wait_idle(self) -> None:
         """Until nothing runs or waits; the slots must be back."""

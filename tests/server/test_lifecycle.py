@@ -54,7 +54,8 @@ def test_h55_a_client_that_leaves_takes_all_its_requests_with_it(stream: bool) -
     with serving(scheduler="chunked,chunk_size=32", kv="paged,block_size=4", num_slots=4096) as running:
         running.gate.close()
         body = {"prompt": ["a" * 190, "b" * 190, "c" * 190], "n": 2, "max_tokens": 40, "stream": stream}
-        send_and_close(running, body, lambda: running.engine.num_running + running.engine.num_waiting == 6)
+        with running.held(commands=6):
+            send_and_close(running, body, lambda: running.gate.entered.is_set())
         eventually(lambda: running.engine._commands.qsize() >= 6)
         running.gate.allow(1)
         running.wait_idle()
@@ -83,7 +84,8 @@ def test_h57_gauges_fall_to_zero_without_traffic() -> None:
         running.gate.close()
         running.gate.allow(2)
         body = {"prompt": [f"p{n}" for n in range(30)], "max_tokens": 100, "ignore_eos": True}
-        send_and_close(running, body, lambda: running.engine.num_running == 20 and running.engine.num_waiting == 10)
+        with running.held(commands=30):
+            send_and_close(running, body, lambda: running.engine.num_running == 20 and running.engine.num_waiting == 10)
         running.gate.release()
         running.wait_idle()
         load = running.client.get("/load").json()
