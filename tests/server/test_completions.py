@@ -197,6 +197,8 @@ def test_h46_no_infinity_in_json(running: Running) -> None:
 def test_stop_strings_and_stop_tokens() -> None:
     with serving(says="abcdefghijklmnop") as running:
         assert running.complete("a", max_tokens=10, stop="fg")["choices"][0]["text"] == "bcde"
+        running.wait_idle()
+        assert running.gate.num_steps == 6, "steps were computed after the stop string had come"
         answer = running.complete("a", max_tokens=10, stop=["zz", "fg"], include_stop_str_in_output=True)
         assert answer["choices"][0]["text"] == "bcdefg" and answer["choices"][0]["finish_reason"] == "stop"
         assert answer["usage"]["completion_tokens"] == 6
